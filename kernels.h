@@ -1,0 +1,371 @@
+/*  kernels.h - the contract between host and device: valid C, C++ and CUDA (NVRTC, no include path).
+
+    In it stand the number formats, the constants that both sides must agree on, one argument struct per
+    operation, and the list of all operations. An operation has two bodies that compute the same thing: a
+    plain C function in sala.h (the definition, and the CPU back end) and a kernel in sala.cu.
+
+    Shapes are written behind each pointer, row-major, the last index fastest. `act` is the type of
+    activations, K/V and compressed keys between operations: BF16 bits, as the released model.
+*/
+#ifndef SALA_KERNELS_H
+#define SALA_KERNELS_H
+
+#ifdef __CUDACC_RTC__
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef int int32_t;
+typedef unsigned long long uint64_t;
+typedef long long int64_t;
+#define SALA_FN static __device__ __forceinline__
+#else
+#include <stdint.h>
+#include <string.h>
+#define SALA_FN static inline
+#endif
+
+// ---- number formats ----
+
+SALA_FN float sala_bits_f32(uint32_t bits) {
+#ifdef __CUDACC_RTC__
+    return __uint_as_float(bits);
+#else
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+#endif
+}
+
+SALA_FN uint32_t sala_f32_bits(float x) {
+#ifdef __CUDACC_RTC__
+    return __float_as_uint(x);
+#else
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+#endif
+}
+
+// BF16: the upper half of an FP32. Round to nearest, ties to even; NaN stays NaN (quiet).
+SALA_FN float sala_bf16_f32(uint16_t h) {
+    return sala_bits_f32((uint32_t)h << 16);
+}
+
+SALA_FN uint16_t sala_f32_bf16(float x) {
+    uint32_t u = sala_f32_bits(x);
+    if ((u & 0x7FFFFFFFu) > 0x7F800000u) return (uint16_t)((u >> 16) | 0x40u);
+    return (uint16_t)((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
+}
+
+// F16 (IEEE binary16). Scaling by 2^112 moves its exponent range onto FP32's and handles subnormals.
+SALA_FN float sala_f16_f32(uint16_t h) {
+    uint32_t magnitude = (uint32_t)(h & 0x7FFFu) << 13, sign = (uint32_t)(h & 0x8000u) << 16;
+    if (magnitude >= 0x0F800000u) return sala_bits_f32(sign | 0x70000000u | magnitude); // Inf, NaN
+    return sala_bits_f32(sign | sala_f32_bits(sala_bits_f32(magnitude) * 0x1p112f));
+}
+
+SALA_FN uint16_t sala_f32_f16(float x) {
+    uint32_t u = sala_f32_bits(x), sign = (u >> 16) & 0x8000u, m = u & 0x7FFFFFFFu;
+    if (m > 0x7F800000u) return (uint16_t)(sign | 0x7E00u | (m >> 13 & 0x3FFu));
+    if (m >= 0x477FF000u) return (uint16_t)(sign | 0x7C00u); // 65520 and above round to infinity
+    if (m < 0x38800000u) { // subnormal: one FP32 addition rounds at 2^-24, ties to even
+        float magic = sala_bits_f32(m) + 0.5f;
+        return (uint16_t)(sign | (sala_f32_bits(magic) - 0x3F000000u));
+    }
+    m += 0xFFFu + (m >> 13 & 1u);
+    return (uint16_t)(sign | ((m - 0x38000000u) >> 13));
+}
+
+// E4M3 (bias 7, no infinity, 0x7F and 0xFF are NaN).
+SALA_FN float sala_e4m3_f32(uint8_t b) {
+    uint32_t sign = (uint32_t)(b & 0x80u) << 24, e = (uint32_t)(b >> 3) & 15u, m = b & 7u;
+    if ((b & 0x7Fu) == 0x7Fu) return sala_bits_f32(sign | 0x7FC00000u);
+    if (e == 0) return sala_bits_f32(sign | sala_f32_bits((float)m * 0x1p-9f));
+    return sala_bits_f32(sign | (e + 120u) << 23 | m << 20);
+}
+
+// Round to nearest, ties to even, saturating at 448 (as cvt.rn.satfinite.e4m3x2.f32); NaN gives 0x7F.
+SALA_FN uint8_t sala_f32_e4m3(float x) {
+    uint32_t u = sala_f32_bits(x), sign = (u >> 24) & 0x80u, m = u & 0x7FFFFFFFu;
+    if (m > 0x7F800000u) return (uint8_t)(sign | 0x7Fu);
+    if (m >= 0x43E00000u) return (uint8_t)(sign | 0x7Eu); // >= 448
+    if (m < 0x3C800000u) { // below 2^-6: steps of 2^-9, rounded by one FP32 addition
+        float magic = sala_bits_f32(m) + 0x1p14f;
+        return (uint8_t)(sign | (sala_f32_bits(magic) - 0x46800000u));
+    }
+    m += 0x7FFFFu + (m >> 20 & 1u);
+    return (uint8_t)(sign | ((m - 0x3C000000u) >> 20));
+}
+
+// E2M1: 0 0.5 1 1.5 2 3 4 6 and their negatives; nearest, ties to even, saturating. Callers refuse NaN first.
+SALA_FN float sala_e2m1_f32(uint8_t code) {
+    uint32_t sign = (uint32_t)(code & 8u) << 28, e = (uint32_t)(code >> 1) & 3u, m = code & 1u;
+    float a = e == 0 ? 0.5f * (float)m : sala_bits_f32((e + 126u) << 23 | m << 22);
+    return sala_bits_f32(sign | sala_f32_bits(a));
+}
+
+SALA_FN uint8_t sala_f32_e2m1(float x) {
+    float a = x < 0 ? -x : x;
+    int code = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
+    return (uint8_t)((sala_f32_bits(x) >> 28 & 8u) | (uint32_t)code);
+}
+
+// Activations. SALA_ACT_FP32 is for tests alone: it shows that the arithmetic, without BF16's rounding, meets
+// the float64 reference.
+#ifdef SALA_ACT_FP32
+typedef float sala_act;
+SALA_FN float sala_load(sala_act x) {
+    return x;
+}
+SALA_FN sala_act sala_store(float x) {
+    return x;
+}
+#else
+typedef uint16_t sala_act;
+SALA_FN float sala_load(sala_act x) {
+    return sala_bf16_f32(x);
+}
+SALA_FN sala_act sala_store(float x) {
+    return sala_f32_bf16(x);
+}
+#endif
+SALA_FN float sala_round(float x) { // to the activation type and back
+    return sala_load(sala_store(x));
+}
+
+// ---- constants of both sides ----
+
+#define SALA_TILE 64       // tokens of a prefill tile: cut at a segment's start and at absolute multiples of it
+#define SALA_MAX_PATH 16   // longest path of a verify tree, root included; also the longest pending path
+#define SALA_MAX_ROWS 256  // rows of one verify pass
+#define SALA_GEMM_K 512    // a dot product is a sum, in order, of partial sums over this many elements
+#define SALA_LANES 16      // each of which is 16 interleaved fma chains, folded as a tree 8, 4, 2, 1
+
+// ---- the model's shape ----
+
+typedef struct sala_dims {
+    int32_t vocab, hidden, ffn, layers;
+    // sparse (InfLLM-v2) layers
+    int32_t heads, kv_heads, head_dim;
+    int32_t sparse_rope, sparse_gate;           // attn_use_rope, attn_use_output_gate
+    int32_t block, kernel, stride, init_blocks; // tier 1: kernel, stride; tier 2: four times both
+    int32_t local_blocks, top_k;                // window / block; top_k counts the forced blocks
+    int32_t dense_len;                          // dense attention while fewer tokens exist
+    // lightning (SimpleGLA) layers
+    int32_t lin_heads, lin_kv_heads, lin_dim;
+    int32_t lin_rope, lin_qk_norm, lin_norm, lin_gate;
+    // scalars
+    float eps, rope_theta, embed_scale, residual_scale, logit_divisor, attn_scale, lin_scale;
+} sala_dims;
+
+// Rows of the compressed tiers (1 or 2) that exist once `n` tokens do (model.md 6.1).
+SALA_FN int32_t sala_tier_rows(const sala_dims *d, int tier, int32_t n) {
+    int32_t scale = tier == 1 ? 1 : 4, kernel = d->kernel * scale, stride = d->stride * scale;
+    return n < kernel ? 0 : (n - kernel) / stride + 1;
+}
+
+// Rows of a tier that one page has room for: a row lives with the page of its last token.
+SALA_FN int32_t sala_tier_slots(const sala_dims *d, int tier) {
+    int32_t stride = d->stride * (tier == 1 ? 1 : 4);
+    return (d->block + stride - 1) / stride;
+}
+
+SALA_FN int32_t sala_tier_last(const sala_dims *d, int tier, int32_t row) { // position of a row's last token
+    int32_t scale = tier == 1 ? 1 : 4;
+    return (d->stride * row + d->kernel) * scale - 1;
+}
+
+// ---- what a pass works on ----
+
+// One sequence in a pass.
+typedef struct sala_seq {
+    int32_t slot;             // its place in the pools of states and pending paths
+    int32_t first_row, rows;  // its rows in the pass
+    int32_t stored;           // tokens whose K/V and compressed rows are in pages: prefill counts the chunk
+                              // itself (stored before it is read), verify only what is committed
+    int32_t segment_start;    // prefill: position at which the segment began
+    int32_t pending;          // nodes of the pending path, at positions stored - pending .. stored - 1
+    const int32_t *pages;     // [blocks] page of each block of the sequence
+} sala_seq;
+
+// The rows of a pass: a chunk of a prompt (prefill), or trees (verify). A verify row is a node; its path is
+// the list of its ancestors from the root to itself.
+typedef struct sala_rows {
+    int32_t count, seq_count;
+    int32_t verify;            // which of the two forms
+    const sala_seq *seqs;      // [seq_count]
+    const int32_t *token;      // [count]
+    const int32_t *position;   // [count]
+    const int32_t *seq;        // [count] index into seqs
+    const int32_t *path;       // verify: [count, SALA_MAX_PATH] rows, root first, itself at depth position - stored
+} sala_rows;
+
+// Pools of one sparse layer. A page holds one block of one sequence.
+typedef struct sala_pages {
+    sala_act *k, *v;     // [pages, kv_heads, block, head_dim]
+    sala_act *tier1;     // [pages, kv_heads, tier_slots(1), head_dim]
+    sala_act *tier2;     // [pages, kv_heads, tier_slots(2), head_dim]
+} sala_pages;
+
+// What verify keeps of its nodes until it is known which of them are accepted, one sparse layer.
+typedef struct sala_nodes {
+    sala_act *k, *v;         // [rows, kv_heads, head_dim]
+    sala_act *tier1, *tier2; // [rows, kv_heads, head_dim] the row that this node's token completes, if it does
+} sala_nodes;
+
+enum { SALA_BF16 = 0, SALA_F16 = 1, SALA_F32 = 2 }; // weight formats
+
+typedef struct sala_weight {
+    const void *data; // [n, k]
+    int32_t format;   // SALA_BF16 ...
+    int32_t n, k;     // outputs, inputs; a vector has k = 1
+} sala_weight;
+
+// ---- operations: one argument struct each ----
+// Where an operation has a prefill and a verify form (the arithmetic differs), it has two names.
+
+// x[r] = act(embed_scale * table[token[r]])
+typedef struct sala_embed_args {
+    const sala_dims *dims;
+    const sala_rows *rows;
+    sala_weight table; // [vocab, hidden]
+    sala_act *x;       // [rows, hidden]
+} sala_embed_args;
+
+// cos and sin of position * theta^(-2i/d): FP32 product, full-range functions (model.md 4.3)
+typedef struct sala_rope_args {
+    const sala_rows *rows;
+    float theta;
+    int32_t dim;
+    float *cos_sin; // [rows, dim/2, 2]
+} sala_rope_args;
+
+// x += residual_scale * branch (if there is a branch); y = RMSNorm(x) * weight
+typedef struct sala_norm_args {
+    int32_t rows, width;
+    float eps, scale;
+    const sala_act *branch; // [rows, width] or NULL
+    sala_weight weight;     // [width]
+    sala_act *x;            // [rows, width] in, out
+    sala_act *y;            // [rows, width]
+    float divisor;          // y is divided by it (1 but for the final norm)
+} sala_norm_args;
+
+// y_i[r, n] = sum_k x[r, k] * w_i[n, k] for up to four weights that read the same x. The same bits for every
+// number of rows, thread and place: the order of the sum is fixed by SALA_GEMM_K and SALA_LANES.
+#define SALA_GEMM_MAX 4
+typedef struct sala_gemm_args {
+    int32_t rows, count;
+    const sala_act *x; // [rows, k]
+    sala_weight w[SALA_GEMM_MAX];
+    sala_act *y[SALA_GEMM_MAX]; // [rows, n_i]; or
+    float *y_f32;               // [rows, n_0] instead of y[0] (the logits)
+} sala_gemm_args;
+
+// q, k of a layer in place: RMSNorm over each head (if weights are given), then RoPE (if a table is given)
+typedef struct sala_qk_args {
+    int32_t rows, heads, kv_heads, dim;
+    float eps;
+    sala_weight q_norm, k_norm; // [dim] or data NULL
+    const float *cos_sin;       // [rows, dim/2, 2] or NULL
+    sala_act *q;                // [rows, heads, dim]
+    sala_act *k;                // [rows, kv_heads, dim]
+} sala_qk_args;
+
+// Lightning attention. State S[key][value] of each head: S = decay * S + k v^T, o = scale * S^T q.
+// prefill: chunk form, tiles of SALA_TILE. verify: one fma per element and token, in path order:
+// S = fma(k, v, decay * S); first replays the pending path and stores that state.
+typedef struct sala_gla_args {
+    const sala_dims *dims;
+    const sala_rows *rows;
+    const float *slopes;        // [lin_heads] decay = exp(-slope)
+    const sala_act *q;          // [rows, lin_heads, lin_dim]
+    const sala_act *k, *v;      // [rows, lin_kv_heads, lin_dim]
+    float *state;               // [slots, lin_heads, lin_dim, lin_dim] this layer's pool
+    const sala_act *pending_k, *pending_v; // [slots, SALA_MAX_PATH, lin_kv_heads, lin_dim] this layer's pool
+    sala_act *o;                // [rows, lin_heads, lin_dim]; NULL: only fold the pending paths into the states
+} sala_gla_args;
+
+// Prefill: copy k, v of the rows into pages; then the compressed rows that the chunk's tokens complete.
+// Verify: the compressed rows that nodes complete go to `nodes` (whose k, v the projection wrote).
+// Means are summed in position order.
+typedef struct sala_store_args {
+    const sala_dims *dims;
+    const sala_rows *rows;
+    sala_nodes nodes;  // k, v of the rows; verify: tier1, tier2 out
+    sala_pages pages;
+} sala_store_args;
+
+// Which blocks a row attends to, one list per K/V head (model.md 8). count: -1 where the row is dense.
+typedef struct sala_select_args {
+    const sala_dims *dims;
+    const sala_rows *rows;
+    const sala_act *q; // [rows, heads, head_dim]
+    sala_nodes nodes;
+    sala_pages pages;
+    int32_t *blocks;   // [rows, kv_heads, top_k] ascending
+    int32_t *count;    // [rows, kv_heads]
+} sala_select_args;
+
+// Softmax attention over the listed blocks (all blocks where count is -1), tokens u <= position.
+// Blocks ascending, one running-softmax step a block.
+typedef struct sala_attend_args {
+    const sala_dims *dims;
+    const sala_rows *rows;
+    const sala_act *q; // [rows, heads, head_dim]
+    sala_nodes nodes;
+    sala_pages pages;
+    const int32_t *blocks, *count; // as sala_select_args
+    sala_act *o;       // [rows, heads, head_dim]
+} sala_attend_args;
+
+// o = RMSNorm(o) * weight (if given) * sigmoid(gate) (if given), in place
+typedef struct sala_gate_args {
+    int32_t rows, width;
+    float eps;
+    sala_weight norm;     // [width] or data NULL
+    const sala_act *gate; // [rows, width] or NULL
+    sala_act *o;          // [rows, width]
+} sala_gate_args;
+
+// gate = silu(gate) * up, in place
+typedef struct sala_swiglu_args {
+    int32_t rows, width;
+    sala_act *gate;     // [rows, width]
+    const sala_act *up; // [rows, width]
+} sala_swiglu_args;
+
+// After the tokens are chosen. accepted[s] nodes of sequence s become part of it, listed root first in
+// accepted_rows[s]: sparse layers copy K, V and completed rows into pages, lightning layers move k, v to the
+// pending path. One call for all layers.
+typedef struct sala_commit_args {
+    const sala_dims *dims;
+    const sala_rows *rows;
+    int32_t sparse_layers, lightning_layers, slots, node_rows;
+    const int32_t *accepted;      // [seq_count]
+    const int32_t *accepted_rows; // [seq_count, SALA_MAX_PATH]
+    const sala_nodes *nodes;      // [sparse_layers]
+    const sala_pages *pages;      // [sparse_layers]
+    const sala_act *node_k, *node_v; // [lightning_layers, node_rows, lin_kv_heads, lin_dim]
+    sala_act *pending_k, *pending_v; // [lightning_layers, slots, SALA_MAX_PATH, lin_kv_heads, lin_dim]
+} sala_commit_args;
+
+// The operations in the order in which a token meets them: X(name). The argument struct of `name` is
+// sala_<args>_args; the C body is sala__op_<name>, the kernel sala_<name>.
+#define SALA_OPERATIONS(X)                                                                                                       \
+    X(embed, embed)                                                                                                              \
+    X(rope_table, rope)                                                                                                          \
+    X(norm, norm)                                                                                                                \
+    X(gemm, gemm)                                                                                                                \
+    X(qk_norm_rope, qk)                                                                                                          \
+    X(gla_prefill, gla)                                                                                                          \
+    X(gla_verify, gla)                                                                                                           \
+    X(store_prefill, store)                                                                                                      \
+    X(store_verify, store)                                                                                                       \
+    X(select, select)                                                                                                            \
+    X(attend, attend)                                                                                                            \
+    X(gate, gate)                                                                                                                \
+    X(swiglu, swiglu)                                                                                                            \
+    X(commit, commit)
+
+#endif // SALA_KERNELS_H
