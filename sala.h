@@ -1,0 +1,7600 @@
+/*  sala.h - runs MiniCPM-SALA, a hybrid of block-sparse and linear attention. One header, C11 or C++17.
+
+    In ONE source file, before any other include:
+
+        #define SALA_IMPLEMENTATION
+        #include "sala.h"
+
+    and link with -lm -lpthread. A whole program (tests/dropin.c compiles it as C and as C++):
+
+        #define SALA_IMPLEMENTATION
+        #include "sala.h"
+        #include <stdio.h>
+
+        int main(void) {
+            sala_error err;
+            sala *s = sala_open("models/sala-tiny", NULL, &err);
+            if (!s) return fprintf(stderr, "%s\n", err.text), 1;
+            sala_request ask = {0};
+            ask.text = "Once upon a time there was a brave fox named Pip.";
+            ask.max_tokens = 64;
+            if (sala_submit(s, &ask, &err) < 0) return fprintf(stderr, "%s\n", err.text), 1;
+            while (sala_step(s, &err) > 0) {
+                sala_event ev;
+                while (sala_next_event(s, &ev)) fwrite(ev.text, 1, ev.text_bytes, stdout);
+            }
+            sala_close(s);
+            return 0;
+        }
+
+    LIMITS
+    - Models: MiniCPM-SALA checkpoints as Hugging Face folders (config.json, safetensors, tokenizer.json);
+      BF16, F16 or F32 tensors. Nothing else is guessed at: what is not understood is refused by name.
+    - Little-endian 64-bit POSIX systems with GCC or Clang. Not Windows.
+    - Compile with -march=native (or at least AVX2 + FMA): without hardware FMA every multiply-add is a
+      call of fmaf() and everything is ten times slower. Never with -ffast-math (the header refuses it).
+    - One engine is used from one thread at a time; several engines may live in one process.
+    - -std=c11 hides POSIX names once a system header is included: include sala.h first, or use -std=gnu11.
+
+    CONTENTS          find a section by its number, as "[4]"
+      [1] public API          the whole contract; the rest is needed only to change or to understand
+      --- below SALA_IMPLEMENTATION ---
+      [2] base                errors, memory, strings, files
+      [3] JSON                a small strict parser
+      [4] checkpoint          safetensors, config.json, the model's shape
+      [5] tokenizer           tokenizer.json: BPE with byte fallback; chat template
+      [6] sampler             penalties, temperature, top-k/p, counter-based random numbers
+      [7] CPU back end        threads, SIMD, one plain C body per operation: the readable definition
+      [8] model and memory    weights bound by name, the plan of every byte, pages and slots
+      [9] the loop            prefill, verify, events: one copy of the layer loop
+*/
+#ifndef SALA_H
+#define SALA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* ------------------------------------------------------------------------------------------------
+   [1] PUBLIC API
+
+   Rules that hold for every function:
+   - Functions that can fail take a sala_error (may be NULL) and return NULL or a negative SALA_E_* code;
+     the error's text is one sentence that names the file, tensor or option at fault and what to do.
+   - Nothing prints, nothing exits, there is no global state. Strings are UTF-8 and zero-terminated unless
+     a length stands beside them. What the caller passes in is copied; what comes out as a pointer belongs
+     to the engine and is valid until the time that its comment says.
+   - Zero means default in every options field, so start from `sala_options o = {0};`.
+   ------------------------------------------------------------------------------------------------ */
+
+#define SALA_VERSION "0.1.0"
+#define SALA_VERSION_NUMBER 100 // major * 10000 + minor * 100 + patch
+
+#ifdef SALA_STATIC
+#define SALA_API static __attribute__((unused))
+#else
+#define SALA_API extern
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct sala sala; // an engine: one model on one device, and the sequences that live on it
+
+enum { // error codes, also in sala_error.code
+    SALA_E_ARGUMENT = -1, // an option or request field is wrong
+    SALA_E_FILE = -2,     // a file is missing, unreadable, truncated or malformed
+    SALA_E_MODEL = -3,    // the files are well-formed, but not a model that this engine runs
+    SALA_E_MEMORY = -4,   // does not fit, or the allocator said no
+    SALA_E_STATE = -5,    // the call does not fit the engine's present state
+    SALA_E_DEVICE = -6    // the device is missing or failed
+};
+
+typedef struct sala_error {
+    int code;        // SALA_E_*, 0 when there was no error
+    char text[1020]; // one sentence, zero-terminated
+} sala_error;
+
+enum { SALA_LOG_INFO = 0, SALA_LOG_WARNING = 1 };
+
+// Hooks. All may be NULL. `user` is handed back to each.
+typedef struct sala_hooks {
+    void *user;
+    // Like realloc: size 0 frees and returns NULL, pointer NULL allocates. Memory of any use; 16-byte aligned.
+    void *(*allocate)(void *user, void *pointer, size_t size);
+    // One line without newline: warnings (something odd in a file) and notes worth showing.
+    void (*log)(void *user, int level, const char *line);
+    // Called while sala_open works: what is done ("reading weights"), and how far, 0..1.
+    void (*progress)(void *user, const char *what, double fraction);
+} sala_hooks;
+
+typedef struct sala_options {
+    const char *device;    // "auto" (default) or "cpu"
+    int threads;           // CPU threads; default: the processors this process may use
+    int max_sequences;     // sequences resident at once, 1..256; default 8
+    int64_t context;       // longest sequence in tokens; default 32768
+    int64_t kv_tokens;     // tokens of KV cache for all sequences together; default: one full context
+                           // and 4096 for each further sequence
+    int64_t memory_limit;  // bytes the plan may take beyond the mapped weights; default: what is free
+    int chunk;             // prefill chunk, a multiple of 64; default 2048
+    int dense_len;         // sparse layers are dense below this many tokens; default: from the model;
+                           // SALA_DENSE_NEVER: sparse from the first token
+    int logits_rows;       // rows a SALA_EVENT_ROWS event can hold (0: such requests are refused)
+    int hidden_states;     // 1: those events also hold hidden states and selected blocks
+    int synthetic;         // 1: `path` is a config.json; weights are made by a hash, no tokenizer
+    uint64_t synthetic_seed;
+    const char *chat_template; // NULL: recognise it from the model's files; "chatml": take that
+    sala_hooks hooks;
+} sala_options;
+
+#define SALA_DENSE_NEVER (-1)
+
+// Open a model folder. `options` may be NULL. Weights are memory-mapped; everything else is planned and
+// allocated here, and nothing on the device afterwards. Returns NULL on error. `error` may be NULL.
+SALA_API sala *sala_open(const char *path, const sala_options *options, sala_error *error);
+SALA_API void sala_close(sala *engine); // NULL is fine; frees everything, events included
+
+// Set one option by its name ("chunk", "dense-len" ...) from text, as a command line or a server gets it.
+// An unknown name, a malformed or out-of-range value is an error. String values are not copied.
+SALA_API int sala_set_option(sala_options *options, const char *name, const char *value, sala_error *error);
+
+SALA_API const char *sala_version(void); // SALA_VERSION of the implementation that was linked
+
+// ---- text and tokens ----
+
+// Encode UTF-8 text (invalid bytes allowed). `flags`: SALA_ADD_BOS puts the model's BOS in front where its
+// files say so; SALA_PARSE_SPECIAL reads "<|im_end|>" and its like as single tokens, without it such text is
+// plain text (use this for text you do not trust). Returns the number of tokens, and in *tokens an array
+// that the caller gives back to sala_free; negative on error.
+enum { SALA_ADD_BOS = 1, SALA_PARSE_SPECIAL = 2 };
+SALA_API int64_t sala_tokenize(sala *engine, const char *text, size_t bytes, int flags, int32_t **tokens, sala_error *error);
+
+// Decode tokens. Returns zero-terminated text for sala_free (NULL on error), *bytes its length.
+// Special tokens are left out unless `special`.
+SALA_API char *sala_detokenize(sala *engine, const int32_t *tokens, int64_t count, int special, size_t *bytes, sala_error *error);
+
+// Streaming decode: feed tokens one by one; out come only whole UTF-8 characters. `token` -1 flushes what is
+// held back. The text belongs to the stream and is valid until its next call.
+typedef struct sala_text_stream sala_text_stream;
+SALA_API sala_text_stream *sala_stream_open(sala *engine, int special, sala_error *error);
+SALA_API const char *sala_stream_next(sala_text_stream *stream, int32_t token, size_t *bytes);
+SALA_API void sala_stream_close(sala_text_stream *stream);
+
+// The prompt for one turn of a chat, by the model's template. `role` is "system", "user" or "assistant".
+// Returns tokens as sala_tokenize does; `first` starts a conversation (BOS), `reply` appends the prefix of
+// the assistant's answer. Content is encoded as plain text: special tokens in it stay text.
+SALA_API int64_t sala_chat_turn(sala *engine, const char *role, const char *content, size_t bytes, int first, int reply,
+                                int32_t **tokens, sala_error *error);
+
+SALA_API void sala_free(sala *engine, void *pointer); // what a function above said is for sala_free
+
+// ---- requests ----
+
+typedef struct sala_bias {
+    int32_t token;
+    float bias; // added to the logit; -INFINITY forbids the token
+} sala_bias;
+
+typedef struct sala_request {
+    // The prompt: token ids, or else text (BOS added, special tokens parsed).
+    const int32_t *tokens; // [token_count]
+    int64_t token_count;
+    const char *text;
+    size_t text_bytes; // 0: up to the terminating zero
+    // Continue a sequence that an earlier request kept: its id from the finish event. The new tokens follow
+    // the last chosen one. 0: a new sequence.
+    int64_t sequence;
+    int keep; // 1: the sequence stays resident after the request; continue or sala_release it
+
+    int64_t max_tokens;        // tokens to generate; default 256
+    float temperature;         // 0 (default): greedy
+    int top_k;                 // 0: all
+    float top_p;               // 0 or 1: all
+    float min_p;               // 0: all; keep tokens with p >= min_p * the largest p
+    float repetition_penalty;  // 0 or 1: none; applies to prompt and output
+    float presence_penalty;    // applies to output
+    float frequency_penalty;   // applies to output
+    uint64_t seed;             // the random number of a position is a function of (seed, position) alone
+    const sala_bias *biases;   // [bias_count]
+    int bias_count;
+    const char *const *stop;   // [stop_count] strings that end the text (not included in it)
+    int stop_count;
+    const int32_t *stop_tokens; // [stop_token_count] beside the model's own end tokens
+    int stop_token_count;
+    int ignore_eos;            // 1: the model's end tokens do not stop it
+    int logprobs;              // 0: none; n: log-probability of each token and of the n best, n <= 20
+    int special_text;          // 1: special tokens appear in the text
+    const int32_t *force;      // [force_count] the first chosen tokens are these, whatever the logits say
+    int64_t force_count;       // (teacher forcing; end tokens among them do not end it)
+    // Tools and tests: what SALA_EVENT_ROWS events report. Needs sala_options.logits_rows.
+    int want_rows;             // SALA_ROWS_*
+} sala_request;
+
+enum { SALA_ROWS_NONE = 0, SALA_ROWS_PROMPT = 1, SALA_ROWS_GENERATED = 2, SALA_ROWS_ALL = 3 };
+
+// Set one request field by name ("temperature", "top-p" ...) from text. As sala_set_option.
+SALA_API int sala_set_request(sala_request *request, const char *name, const char *value, sala_error *error);
+
+// Hand in a request. Everything is copied. Returns its id (> 0) or a negative error. It waits until memory for
+// prompt + max_tokens can be reserved, so once started it always finishes.
+SALA_API int64_t sala_submit(sala *engine, const sala_request *request, sala_error *error);
+
+// One turn of the loop: admit requests, prefill at most one budget of prompt tokens (the chunk; 512 while
+// anything generates), then one verify of all sequences that generate. Returns 1 while there is work or there
+// are events, 0 when idle, negative on error. Take all events before the next call: with events waiting it is
+// an error (SALA_E_STATE) that changes nothing.
+SALA_API int sala_step(sala *engine, sala_error *error);
+
+SALA_API int sala_cancel(sala *engine, int64_t request, sala_error *error);   // its finish event follows
+SALA_API int sala_release(sala *engine, int64_t sequence, sala_error *error); // give up a kept sequence
+
+// ---- events ----
+
+enum { // sala_event.type
+    SALA_EVENT_PREFILL = 1, // `done` of `total` prompt tokens are processed
+    SALA_EVENT_TOKEN = 2,   // a token was chosen
+    SALA_EVENT_FINISH = 3,  // the request is over; `text` may hold a last piece
+    SALA_EVENT_ROWS = 4     // logits of rows, if the request wants them
+};
+
+enum { // sala_event.finish_reason
+    SALA_FINISH_STOP = 1,      // end token, stop token or stop string
+    SALA_FINISH_LENGTH = 2,    // max_tokens reached
+    SALA_FINISH_CANCELLED = 3, // sala_cancel
+    SALA_FINISH_MEMORY = 4,    // can never be admitted while the kept sequences hold the cache
+    SALA_FINISH_NAN = 5        // the logits are not numbers: damaged weights (see sala_check_weights)
+};
+
+typedef struct sala_logprob {
+    int32_t token;
+    float logprob; // natural log of softmax(raw logits)
+} sala_logprob;
+
+typedef struct sala_timings {
+    int64_t prompt_tokens;   // prefilled by this request
+    int64_t output_tokens;   // chosen by this request
+    double queue_seconds;    // from submit to admission
+    double prefill_seconds;  // from admission to the first token
+    double decode_seconds;   // from the first to the last token
+    int64_t decode_bytes;    // weights, states and K/V read by this request's decode steps
+} sala_timings;
+
+// Pointers are valid until the next sala_step or sala_close. `text` is never NULL.
+typedef struct sala_event {
+    int type;
+    int64_t request;
+    int64_t sequence; // finish: the kept sequence, or 0
+    // token, finish
+    int32_t token;
+    int64_t position;  // of the token in its sequence, from 0
+    const char *text;  // whole UTF-8 characters that are final; held back while a stop string may begin
+    size_t text_bytes;
+    float logprob;
+    const sala_logprob *top; // [top_count] best first
+    int top_count;
+    int finish_reason;
+    sala_timings timings; // finish
+    // prefill
+    int64_t done, total;
+    // rows: positions first_position .. first_position + row_count - 1
+    int64_t first_position;
+    int row_count;
+    const float *logits;   // [row_count, vocab] f32
+    const float *hidden;   // [layers + 2, row_count, hidden] f32: embedding, each layer, final norm; or NULL
+    const int32_t *blocks; // [sparse layers, row_count, kv_heads, top_k] ascending, -1 padded; -2: dense; or NULL
+} sala_event;
+
+// Take the next event. Returns 1, or 0 when there is none.
+SALA_API int sala_next_event(sala *engine, sala_event *event);
+
+// ---- what runs ----
+
+typedef struct sala_info {
+    const char *path;          // as opened
+    const char *device;        // "CPU, 2 threads, AVX-512"
+    const char *weight_format; // "BF16"
+    const char *chat_template; // "chatml" or "none"
+    int vocab, hidden, layers, sparse_layers, lightning_layers, heads, kv_heads, head_dim;
+    int lightning_heads, lightning_head_dim;
+    int block, top_k;          // sparse attention: tokens a block, blocks a token attends to
+    int dense_len;             // in use
+    int chunk, threads, max_sequences;
+    int64_t parameters;
+    double bits_per_weight;
+    int64_t context;           // longest sequence this engine was planned for
+    int64_t longest_context;   // longest single sequence that would fit the memory limit
+    // Bytes, as planned at open; they sum to total_bytes.
+    int64_t weight_bytes;      // mapped from the files (or made, when synthetic)
+    int64_t kv_bytes;          // pages of K, V and both compressed tiers
+    int64_t state_bytes;       // lightning states
+    int64_t pending_bytes;     // k, v of accepted tokens not yet folded into the states
+    int64_t scratch_bytes;     // activations of one pass, scores, logits
+    int64_t total_bytes;
+    int64_t kv_bytes_per_token, state_bytes_per_sequence;
+    int64_t decode_bytes;      // read for one token of one short sequence: linear layers, head, state
+    // Live counters.
+    int sequences_resident, requests_waiting, requests_active;
+    int64_t kv_tokens_total, kv_tokens_reserved;
+    // Special ids: bos is -1 where the model has none.
+    int32_t bos;
+    int eos_count;
+    const int32_t *eos; // [eos_count]
+} sala_info;
+
+SALA_API void sala_get_info(sala *engine, sala_info *info); // pointers valid until sala_close
+
+// Read every weight once: NaN and infinity are an error that names tensor and index.
+SALA_API int sala_check_weights(sala *engine, sala_error *error);
+
+// The plan alone: what sala_open would take, without taking it. Strings in `info` are then NULL.
+SALA_API int sala_plan(const char *path, const sala_options *options, sala_info *info, sala_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+#endif // SALA_H
+
+#ifdef SALA_IMPLEMENTATION
+#ifndef SALA_IMPLEMENTED
+#define SALA_IMPLEMENTED
+
+#if defined(__FAST_MATH__)
+#error "sala.h: -ffast-math breaks the bit-exact promises; compile without it"
+#endif
+#if !defined(__GNUC__) || defined(_WIN32) || (__SIZEOF_POINTER__ != 8) || (__BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__)
+#error "sala.h: needs GCC or Clang on a little-endian 64-bit POSIX system"
+#endif
+
+// No product and sum may be fused unless the source says fma: the same bits at every optimisation level.
+#ifdef __clang__
+#pragma STDC FP_CONTRACT OFF
+#else
+#pragma GCC push_options
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+/* ------------------------------------------------------------------------------------------------
+   [2] BASE: errors, memory, strings, files
+
+   Everything that allocates takes a sala__env: the three hooks, and nothing more. Errors are written once,
+   where they are found, as one sentence; callers pass the code upwards unchanged.
+   ------------------------------------------------------------------------------------------------ */
+
+#include <errno.h>
+#include <fcntl.h>
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "kernels.h"
+
+#if defined(__GNUC__)
+#define SALA__PRINTF(f, a) __attribute__((format(printf, f, a)))
+#define SALA__UNUSED __attribute__((unused))
+#endif
+
+// Write an error (if anybody wants it) and return its code: `return sala__fail(err, SALA_E_FILE, "...");`
+static int sala__fail(sala_error *err, int code, const char *format, ...) SALA__PRINTF(3, 4);
+static int sala__fail(sala_error *err, int code, const char *format, ...) {
+    if (err) {
+        va_list args;
+        va_start(args, format);
+        err->code = code;
+        vsnprintf(err->text, sizeof err->text, format, args);
+        va_end(args);
+    }
+    return code;
+}
+
+typedef sala_hooks sala__env;
+
+static void *sala__realloc(const sala__env *env, void *pointer, size_t size) {
+    if (env->allocate) return env->allocate(env->user, pointer, size);
+    if (size == 0) {
+        free(pointer);
+        return NULL;
+    }
+    return realloc(pointer, size);
+}
+
+static void sala__release(const sala__env *env, void *pointer) {
+    if (pointer) sala__realloc(env, pointer, 0);
+}
+
+// Zeroed memory for count * size bytes; NULL with an error that names `what`. Overflow is an error too.
+static void *sala__alloc(const sala__env *env, size_t count, size_t size, const char *what, sala_error *err) {
+    size_t bytes;
+    void *p = NULL;
+    if (!__builtin_mul_overflow(count, size, &bytes)) {
+        if (bytes == 0) bytes = 1;
+        // calloc leaves untouched pages to the system: a large plan costs only what is used.
+        p = env->allocate ? env->allocate(env->user, NULL, bytes) : calloc(1, bytes);
+        if (p && env->allocate) memset(p, 0, bytes);
+    }
+    if (!p) sala__fail(err, SALA_E_MEMORY, "out of memory: %zu x %zu bytes for %s", count, size, what);
+    return p;
+}
+
+// Make room for `need` elements in a growing array. Returns 0, or an error; the array is untouched then.
+static int sala__grow(const sala__env *env, void **array, size_t *capacity, size_t need, size_t size, const char *what,
+                      sala_error *err) {
+    if (need <= *capacity) return 0;
+    size_t cap = *capacity < 16 ? 16 : *capacity;
+    while (cap < need) {
+        if (cap > SIZE_MAX / 2) return sala__fail(err, SALA_E_MEMORY, "out of memory: %zu elements for %s", need, what);
+        cap *= 2;
+    }
+    size_t bytes;
+    void *p = __builtin_mul_overflow(cap, size, &bytes) ? NULL : sala__realloc(env, *array, bytes);
+    if (!p) return sala__fail(err, SALA_E_MEMORY, "out of memory: %zu x %zu bytes for %s", cap, size, what);
+    *array = p;
+    *capacity = cap;
+    return 0;
+}
+
+static void sala__log(const sala__env *env, int level, const char *format, ...) SALA__PRINTF(3, 4);
+static void sala__log(const sala__env *env, int level, const char *format, ...) {
+    if (!env->log) return;
+    char line[1024];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(line, sizeof line, format, args);
+    va_end(args);
+    env->log(env->user, level, line);
+}
+
+static void sala__progress(const sala__env *env, const char *what, double fraction) {
+    if (env->progress) env->progress(env->user, what, fraction);
+}
+
+static double sala__now(void) { // seconds, monotonic
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+// A growing byte string, always zero-terminated once something was appended.
+typedef struct sala__string {
+    char *data;
+    size_t size, capacity;
+} sala__string;
+
+static int sala__append(const sala__env *env, sala__string *s, const char *bytes, size_t count, sala_error *err) {
+    if (sala__grow(env, (void **)&s->data, &s->capacity, s->size + count + 1, 1, "text", err) < 0) return SALA_E_MEMORY;
+    if (count) memcpy(s->data + s->size, bytes, count);
+    s->size += count;
+    s->data[s->size] = 0;
+    return 0;
+}
+
+// "folder/name" in a fresh string, NULL when out of memory.
+static char *sala__join(const sala__env *env, const char *folder, const char *name, sala_error *err) {
+    size_t a = strlen(folder), b = strlen(name);
+    char *p = (char *)sala__alloc(env, a + b + 2, 1, "a path", err);
+    if (!p) return NULL;
+    memcpy(p, folder, a);
+    if (a && folder[a - 1] != '/') p[a++] = '/';
+    memcpy(p + a, name, b + 1);
+    return p;
+}
+
+// A whole file, mapped read-only. Regular files only: a FIFO or a device could block or never end.
+typedef struct sala__file {
+    const unsigned char *data; // [size], NULL when empty
+    int64_t size;
+} sala__file;
+
+static int sala__map_file(const char *path, sala__file *file, sala_error *err) {
+    file->data = NULL;
+    file->size = 0;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) return sala__fail(err, SALA_E_FILE, "%s: cannot open: %s", path, strerror(errno));
+    struct stat st;
+    int code = 0;
+    if (fstat(fd, &st) < 0) {
+        code = sala__fail(err, SALA_E_FILE, "%s: cannot stat: %s", path, strerror(errno));
+    } else if (!S_ISREG(st.st_mode)) {
+        code = sala__fail(err, SALA_E_FILE, "%s: not a regular file", path);
+    } else if (st.st_size > 0) {
+        void *p = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+        if (p == MAP_FAILED) {
+            code = sala__fail(err, SALA_E_FILE, "%s: cannot map %lld bytes: %s", path, (long long)st.st_size, strerror(errno));
+        } else {
+            file->data = (const unsigned char *)p;
+            file->size = (int64_t)st.st_size;
+        }
+    }
+    close(fd);
+    return code;
+}
+
+static void sala__unmap_file(sala__file *file) {
+    if (file->data) munmap((void *)(uintptr_t)file->data, (size_t)file->size);
+    file->data = NULL;
+    file->size = 0;
+}
+
+static int sala__file_exists(const char *path) {
+    struct stat st;
+    return stat(path, &st) == 0;
+}
+
+/* ------------------------------------------------------------------------------------------------
+   [3] JSON: a small strict parser (RFC 8259)
+
+   The whole text becomes a flat array of nodes linked by index (first child, next sibling); strings are
+   unescaped into one buffer. Nesting deeper than SALA__JSON_DEPTH is refused, so no input can overflow the
+   stack. Errors name the file and the byte offset. Numbers are the nearest double in every locale.
+   ------------------------------------------------------------------------------------------------ */
+
+#define SALA__JSON_DEPTH 64
+
+enum { SALA__NULL, SALA__BOOL, SALA__NUMBER, SALA__STRING, SALA__ARRAY, SALA__OBJECT };
+
+typedef struct sala__json_node {
+    int32_t type;
+    int32_t count;      // array, object: number of children
+    int32_t child;      // first child or -1
+    int32_t next;       // next sibling or -1
+    size_t key;         // object member: offset of its zero-terminated key in the string buffer
+    size_t key_size;
+    size_t text;        // string: offset
+    size_t text_size;   // string: bytes (may hold zero bytes)
+    double number;      // number, bool
+    int64_t integer;    // number: its value when it is an integer that fits, see is_integer
+    int32_t is_integer;
+} sala__json_node;
+
+typedef struct sala__json {
+    const sala__env *env;
+    const char *where;           // file name for messages
+    const unsigned char *data;   // the input while parsing
+    size_t size, at;
+    sala__json_node *nodes;      // nodes[0] is the root
+    size_t node_count, node_capacity;
+    sala__string strings;
+} sala__json;
+
+static int sala__json_fail(sala__json *j, sala_error *err, const char *what) {
+    return sala__fail(err, SALA_E_FILE, "%s: not valid JSON at byte %zu: %s", j->where, j->at, what);
+}
+
+static void sala__json_space(sala__json *j) {
+    while (j->at < j->size) {
+        unsigned char c = j->data[j->at];
+        if (c != ' ' && c != '\t' && c != '\n' && c != '\r') break;
+        j->at++;
+    }
+}
+
+static int sala__json_hex4(sala__json *j, unsigned *value) {
+    if (j->size - j->at < 4) return -1;
+    *value = 0;
+    for (int i = 0; i < 4; i++) {
+        unsigned char c = j->data[j->at + (size_t)i];
+        unsigned d = c >= '0' && c <= '9' ? c - '0' + 0u : c >= 'a' && c <= 'f' ? c - 'a' + 10u : c >= 'A' && c <= 'F' ? c - 'A' + 10u : 16u;
+        if (d > 15) return -1;
+        *value = *value * 16 + d;
+    }
+    j->at += 4;
+    return 0;
+}
+
+// Encode one code point (no surrogates) as UTF-8; returns the bytes written, 1 to 4.
+static int sala__utf8_put(unsigned code, char out[4]) {
+    if (code < 0x80) {
+        out[0] = (char)code;
+        return 1;
+    }
+    if (code < 0x800) {
+        out[0] = (char)(0xC0 | (code >> 6));
+        out[1] = (char)(0x80 | (code & 63));
+        return 2;
+    }
+    if (code < 0x10000) {
+        out[0] = (char)(0xE0 | (code >> 12));
+        out[1] = (char)(0x80 | ((code >> 6) & 63));
+        out[2] = (char)(0x80 | (code & 63));
+        return 3;
+    }
+    out[0] = (char)(0xF0 | (code >> 18));
+    out[1] = (char)(0x80 | ((code >> 12) & 63));
+    out[2] = (char)(0x80 | ((code >> 6) & 63));
+    out[3] = (char)(0x80 | (code & 63));
+    return 4;
+}
+
+// One escape after its backslash; a lone surrogate becomes U+FFFD.
+static int sala__json_escape(sala__json *j, char out[4], sala_error *err) {
+    unsigned code, low;
+    switch (j->data[j->at++]) {
+    case '"': out[0] = '"'; return 1;
+    case '\\': out[0] = '\\'; return 1;
+    case '/': out[0] = '/'; return 1;
+    case 'b': out[0] = '\b'; return 1;
+    case 'f': out[0] = '\f'; return 1;
+    case 'n': out[0] = '\n'; return 1;
+    case 'r': out[0] = '\r'; return 1;
+    case 't': out[0] = '\t'; return 1;
+    case 'u': break;
+    default: j->at--; return sala__json_fail(j, err, "unknown escape");
+    }
+    if (sala__json_hex4(j, &code) < 0) return sala__json_fail(j, err, "\\u needs four hex digits");
+    if (code >= 0xD800 && code < 0xE000) {
+        size_t save = j->at;
+        int pair = code < 0xDC00 && j->size - j->at >= 2 && j->data[j->at] == '\\' && j->data[j->at + 1] == 'u';
+        if (pair) {
+            j->at += 2;
+            if (sala__json_hex4(j, &low) < 0) return sala__json_fail(j, err, "\\u needs four hex digits");
+            pair = low >= 0xDC00 && low < 0xE000;
+        }
+        if (!pair) j->at = save;
+        code = pair ? 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00) : 0xFFFD;
+    }
+    return sala__utf8_put(code, out);
+}
+
+// A string, at its opening quote. Copies runs of plain bytes at once.
+static int sala__json_string(sala__json *j, size_t *offset, size_t *size, sala_error *err) {
+    int code;
+    *offset = j->strings.size;
+    j->at++;
+    for (;;) {
+        size_t from = j->at;
+        while (j->at < j->size && j->data[j->at] != '"' && j->data[j->at] != '\\' && j->data[j->at] >= 0x20) j->at++;
+        code = sala__append(j->env, &j->strings, (const char *)j->data + from, j->at - from, err);
+        if (code < 0) return code;
+        if (j->at >= j->size) return sala__json_fail(j, err, "the text ends inside a string");
+        unsigned char c = j->data[j->at];
+        if (c < 0x20) return sala__json_fail(j, err, "control character in a string");
+        j->at++;
+        if (c == '"') break;
+        char out[4];
+        if (j->at >= j->size) return sala__json_fail(j, err, "the text ends inside a string");
+        int n = sala__json_escape(j, out, err);
+        if (n < 0) return n;
+        code = sala__append(j->env, &j->strings, out, (size_t)n, err);
+        if (code < 0) return code;
+    }
+    *size = j->strings.size - *offset;
+    return sala__append(j->env, &j->strings, "", 1, err); // the terminating zero is part of the buffer
+}
+
+// A number. strtod gets its digits without the point, and an exponent: so its answer is the nearest double
+// and does not depend on the locale, whose decimal point it would otherwise expect.
+static int sala__json_number(sala__json *j, sala__json_node *node, sala_error *err) {
+    enum { KEEP = 780 }; // no double, and no middle of two, has more significant digits
+    char text[KEEP + 16];
+    uint64_t mantissa = 0;
+    int negative = 0, kept = 0, rest = 0, exponent = 0, exact = 1, digits = 0;
+    if (j->data[j->at] == '-') negative = 1, j->at++;
+    size_t from = j->at;
+    for (int fraction = 0; fraction < 2; fraction++) {
+        if (fraction) {
+            if (j->at >= j->size || j->data[j->at] != '.') break;
+            j->at++;
+            exact = 0;
+            digits = 0;
+        }
+        for (; j->at < j->size && j->data[j->at] >= '0' && j->data[j->at] <= '9'; j->at++, digits++) {
+            char c = (char)j->data[j->at];
+            if (kept == KEEP) { // drop it, but keep its weight, and whether anything was dropped
+                rest |= c != '0';
+                exponent += !fraction;
+                continue;
+            }
+            if (kept < 19) mantissa = mantissa * 10 + (uint64_t)(c - '0');
+            if (kept || c != '0') text[kept++] = c;
+            exponent -= fraction;
+        }
+        if (!digits) return sala__json_fail(j, err, "a number needs digits");
+        if (!fraction && digits > 1 && j->data[from] == '0') return sala__json_fail(j, err, "leading zero");
+    }
+    if (j->at < j->size && (j->data[j->at] == 'e' || j->data[j->at] == 'E')) {
+        int minus = 0, e = 0;
+        exact = 0;
+        j->at++;
+        if (j->at < j->size && (j->data[j->at] == '+' || j->data[j->at] == '-')) minus = j->data[j->at++] == '-';
+        for (digits = 0; j->at < j->size && j->data[j->at] >= '0' && j->data[j->at] <= '9'; j->at++, digits++)
+            if (e < 100000000) e = e * 10 + (j->data[j->at] - '0');
+        if (!digits) return sala__json_fail(j, err, "an exponent needs digits");
+        exponent += minus ? -e : e;
+    }
+    if (rest) text[kept++] = '1', exponent--;
+    if (!kept) text[kept++] = '0';
+    snprintf(text + kept, sizeof text - (size_t)kept, "e%d", exponent);
+    double v = strtod(text, NULL); // too large: infinity
+    node->number = negative ? -v : v;
+    if (exact && kept <= 19 && mantissa <= INT64_MAX) {
+        node->is_integer = 1;
+        node->integer = negative ? -(int64_t)mantissa : (int64_t)mantissa;
+    }
+    return 0;
+}
+
+static int sala__json_word(sala__json *j, const char *word) {
+    size_t n = strlen(word);
+    if (j->size - j->at < n || memcmp(j->data + j->at, word, n) != 0) return 0;
+    j->at += n;
+    return 1;
+}
+
+// One value and all below it; returns its node's index. Recursion is bounded by SALA__JSON_DEPTH.
+static int64_t sala__json_value(sala__json *j, int depth, sala_error *err) {
+    int code = 0;
+    if (depth > SALA__JSON_DEPTH) return sala__json_fail(j, err, "nested too deeply");
+    if (j->node_count >= INT32_MAX) return sala__json_fail(j, err, "too many values");
+    code = sala__grow(j->env, (void **)&j->nodes, &j->node_capacity, j->node_count + 1, sizeof *j->nodes, "JSON", err);
+    if (code < 0) return code;
+    int64_t self = (int64_t)j->node_count++;
+    memset(&j->nodes[self], 0, sizeof j->nodes[self]);
+    j->nodes[self].child = j->nodes[self].next = -1;
+    sala__json_space(j);
+    unsigned char c = j->at < j->size ? j->data[j->at] : 0;
+    if (c == '{' || c == '[') {
+        int object = c == '{';
+        int64_t last = -1;
+        j->nodes[self].type = object ? SALA__OBJECT : SALA__ARRAY;
+        j->at++;
+        for (;;) {
+            size_t key = 0, key_size = 0;
+            sala__json_space(j);
+            c = j->at < j->size ? j->data[j->at] : 0;
+            if (c == (object ? '}' : ']') && last < 0) break; // empty
+            if (object) {
+                if (c != '"') return sala__json_fail(j, err, "expected a key");
+                if ((code = sala__json_string(j, &key, &key_size, err)) < 0) return code;
+                sala__json_space(j);
+                if (j->at >= j->size || j->data[j->at] != ':') return sala__json_fail(j, err, "expected ':'");
+                j->at++;
+            }
+            int64_t child = sala__json_value(j, depth + 1, err);
+            if (child < 0) return child;
+            j->nodes[child].key = key;
+            j->nodes[child].key_size = key_size;
+            if (last < 0) j->nodes[self].child = (int32_t)child;
+            else j->nodes[last].next = (int32_t)child;
+            last = child;
+            j->nodes[self].count++;
+            sala__json_space(j);
+            c = j->at < j->size ? j->data[j->at] : 0;
+            if (c == (object ? '}' : ']')) break;
+            if (c != ',') return sala__json_fail(j, err, object ? "expected ',' or '}'" : "expected ',' or ']'");
+            j->at++;
+        }
+        j->at++;
+    } else if (c == '"') {
+        size_t text = 0, text_size = 0;
+        j->nodes[self].type = SALA__STRING;
+        code = sala__json_string(j, &text, &text_size, err);
+        j->nodes[self].text = text;
+        j->nodes[self].text_size = text_size;
+    } else if (c == '-' || (c >= '0' && c <= '9')) {
+        j->nodes[self].type = SALA__NUMBER;
+        code = sala__json_number(j, &j->nodes[self], err);
+    } else if (sala__json_word(j, "true")) {
+        j->nodes[self].type = SALA__BOOL;
+        j->nodes[self].number = 1;
+    } else if (sala__json_word(j, "false")) {
+        j->nodes[self].type = SALA__BOOL;
+    } else if (!sala__json_word(j, "null")) {
+        code = sala__json_fail(j, err, j->at < j->size ? "expected a value" : "the text ends too early");
+    }
+    return code < 0 ? code : self;
+}
+
+static void sala__json_free(sala__json *j) {
+    if (!j->env) return;
+    sala__release(j->env, j->nodes);
+    sala__release(j->env, j->strings.data);
+    memset(j, 0, sizeof *j);
+}
+
+// Parse `size` bytes. On success `j` keeps no pointer into `data`; free it with sala__json_free. `where`
+// (a file name, for messages) must outlive it.
+static int sala__json_parse(const sala__env *env, const char *where, const void *data, size_t size, sala__json *j, sala_error *err) {
+    memset(j, 0, sizeof *j);
+    j->env = env;
+    j->where = where;
+    j->data = (const unsigned char *)data;
+    j->size = size;
+    int64_t root = sala__json_value(j, 0, err);
+    if (root >= 0) {
+        sala__json_space(j);
+        if (j->at != j->size) root = sala__json_fail(j, err, "text after the end");
+    }
+    j->data = NULL;
+    if (root < 0) {
+        int code = (int)root;
+        sala__json_free(j);
+        return code;
+    }
+    return 0;
+}
+
+// Parse a whole file of at most `limit` bytes.
+static int sala__json_file(const sala__env *env, const char *path, int64_t limit, sala__json *j, sala_error *err) {
+    sala__file file;
+    int code = sala__map_file(path, &file, err);
+    if (code < 0) return code;
+    if (file.size == 0) {
+        code = sala__fail(err, SALA_E_FILE, "%s: the file is empty", path);
+    } else if (file.size > limit) {
+        code = sala__fail(err, SALA_E_FILE, "%s: %lld bytes, more than the %lld that such a file may have", path, (long long)file.size,
+                          (long long)limit);
+    } else {
+        code = sala__json_parse(env, path, file.data, (size_t)file.size, j, err);
+    }
+    sala__unmap_file(&file);
+    return code;
+}
+
+// Walking: indices of nodes; -1 means "not there" and is accepted everywhere.
+static const sala__json_node *sala__json_at(const sala__json *j, int node) {
+    static const sala__json_node nothing = {SALA__NULL, 0, -1, -1, 0, 0, 0, 0, 0, 0, 0};
+    return node < 0 ? &nothing : &j->nodes[node];
+}
+
+static const char *sala__json_key(const sala__json *j, int node) {
+    return j->strings.data + j->nodes[node].key;
+}
+
+static const char *sala__json_text(const sala__json *j, int node) { // NULL unless a string
+    const sala__json_node *n = sala__json_at(j, node);
+    return n->type == SALA__STRING ? j->strings.data + n->text : NULL;
+}
+
+static int sala__json_get(const sala__json *j, int object, const char *key) { // the LAST member of that name
+    int found = -1;
+    if (sala__json_at(j, object)->type != SALA__OBJECT) return -1;
+    size_t n = strlen(key);
+    for (int c = j->nodes[object].child; c >= 0; c = j->nodes[c].next)
+        if (j->nodes[c].key_size == n && memcmp(sala__json_key(j, c), key, n) == 0) found = c;
+    return found;
+}
+
+static int sala__json_is(const sala__json *j, int node, const char *text) { // a string equal to text?
+    const char *t = sala__json_text(j, node);
+    return t && sala__json_at(j, node)->text_size == strlen(text) && strcmp(t, text) == 0;
+}
+
+
+/* ------------------------------------------------------------------------------------------------
+   [4] CHECKPOINT: safetensors, config.json, the model's shape
+
+   Three steps, each usable alone:
+   - sala__checkpoint_open maps the files and lists their tensors, sorted by name. All rules of the
+     format are enforced here, so that afterwards every tensor's bytes lie inside its file and no two
+     tensors share a byte.
+   - sala__config_read turns config.json into sala_dims. A field that would change the arithmetic and
+     is not supported is refused by its name: a model that loads and answers wrongly is the worst case.
+   - sala__weights_bind gives every tensor of the model its place, exactly once, and accepts no tensor
+     that nothing reads.
+   Weights stay where they are, in the mapped files: opening a model reads its headers alone. A file that
+   another program truncates while it is mapped ends the process with SIGBUS; POSIX offers no better.
+   ------------------------------------------------------------------------------------------------ */
+
+// ---- safetensors ----
+
+#define SALA__HEADER_LIMIT 100000000 // bytes; the limit of the official library
+#define SALA__MAX_RANK 8
+
+typedef struct sala__tensor {
+    const char *name; // both strings belong to the checkpoint
+    const char *file;
+    const void *data; // [shape] in the mapped file
+    int64_t bytes;
+    int32_t format;    // SALA_BF16, SALA_F16, SALA_F32, or -1: another dtype
+    const char *dtype; // as the file spells it
+    int32_t rank;
+    int64_t shape[SALA__MAX_RANK];
+    int32_t used; // set when something was bound to it
+} sala__tensor;
+
+typedef struct sala__shard {
+    char *path;
+    sala__file file;
+    char *strings; // the header's strings: tensor names point into it
+} sala__shard;
+
+typedef struct sala__checkpoint {
+    sala__env env;
+    char *folder;
+    sala__shard *shards; // [shard_count]
+    size_t shard_count, shard_capacity;
+    sala__tensor *tensors; // [tensor_count] sorted by name once open
+    size_t tensor_count, tensor_capacity;
+} sala__checkpoint;
+
+typedef struct sala__dtype {
+    const char *name;
+    int32_t bits, format;
+} sala__dtype;
+
+static const sala__dtype *sala__dtype_find(const char *name) { // NULL: unknown
+    static const sala__dtype table[] = {
+        {"BF16", 16, SALA_BF16}, {"F16", 16, SALA_F16},  {"F32", 32, SALA_F32},  {"F64", 64, -1},
+        {"I64", 64, -1},         {"I32", 32, -1},        {"I16", 16, -1},        {"I8", 8, -1},
+        {"U64", 64, -1},         {"U32", 32, -1},        {"U16", 16, -1},        {"U8", 8, -1},
+        {"BOOL", 8, -1},         {"C64", 64, -1},        {"F8_E4M3", 8, -1},     {"F8_E5M2", 8, -1},
+        {"F8_E8M0", 8, -1},      {"F8_E4M3FNUZ", 8, -1}, {"F8_E5M2FNUZ", 8, -1}, {"F6_E2M3", 6, -1},
+        {"F6_E3M2", 6, -1},      {"F4", 4, -1},
+    };
+    for (size_t i = 0; i < sizeof table / sizeof table[0]; i++)
+        if (strcmp(name, table[i].name) == 0) return &table[i];
+    return NULL;
+}
+
+// No control characters: names go into messages and onto terminals. (A zero byte would also cut them.)
+static int sala__plain_name(const char *text, size_t size) {
+    for (size_t i = 0; i < size; i++)
+        if ((unsigned char)text[i] < 0x20 || text[i] == 0x7F) return 0;
+    return size > 0;
+}
+
+// "dtype", "shape" and "data_offsets" of one tensor. `data` is where offsets count from.
+static int sala__tensor_read(const sala__json *j, int node, const unsigned char *data,
+                             int64_t data_size, sala__tensor *t, sala_error *err) {
+    int shape = sala__json_get(j, node, "shape"), offsets = sala__json_get(j, node, "data_offsets");
+    const char *dtype = sala__json_text(j, sala__json_get(j, node, "dtype"));
+    const sala__dtype *known = dtype ? sala__dtype_find(dtype) : NULL;
+    if (!dtype || sala__json_at(j, shape)->type != SALA__ARRAY ||
+        sala__json_at(j, offsets)->type != SALA__ARRAY)
+        return sala__fail(err, SALA_E_FILE,
+                          "%s: tensor %.200s needs a dtype, a shape and data_offsets", t->file,
+                          t->name);
+    if (!known)
+        return sala__fail(err, SALA_E_FILE, "%s: tensor %.200s has the unknown dtype \"%.40s\"",
+                          t->file, t->name, dtype);
+    t->dtype = known->name;
+    t->format = known->format;
+    int64_t bits = known->bits, at[2] = {-1, -1};
+    for (int n = j->nodes[shape].child; n >= 0; n = j->nodes[n].next) {
+        int64_t size = j->nodes[n].is_integer ? j->nodes[n].integer : -1;
+        if (size < 0)
+            return sala__fail(err, SALA_E_FILE,
+                              "%s: tensor %.200s: element %d of its shape is not a whole number "
+                              "from 0 to 2^63 - 1",
+                              t->file, t->name, t->rank);
+        if (t->rank == SALA__MAX_RANK)
+            return sala__fail(err, SALA_E_FILE, "%s: tensor %.200s has %d dimensions, more than %d",
+                              t->file, t->name, j->nodes[shape].count, SALA__MAX_RANK);
+        t->shape[t->rank++] = size;
+        if (__builtin_mul_overflow(bits, size, &bits))
+            return sala__fail(err, SALA_E_FILE,
+                              "%s: tensor %.200s: the product of its shape overflows 64 bits",
+                              t->file, t->name);
+    }
+    int n = j->nodes[offsets].child;
+    for (int i = 0; i < 2 && n >= 0; i++, n = j->nodes[n].next)
+        if (j->nodes[n].is_integer) at[i] = j->nodes[n].integer;
+    if (j->nodes[offsets].count != 2 || at[0] < 0 || at[1] < 0)
+        return sala__fail(
+            err, SALA_E_FILE,
+            "%s: tensor %.200s: data_offsets must be two whole numbers from 0 to 2^63 - 1", t->file,
+            t->name);
+    if (at[0] > at[1] || at[1] > data_size)
+        return sala__fail(
+            err, SALA_E_FILE,
+            "%s: tensor %.200s: data_offsets [%lld, %lld] are not inside the %lld bytes of data",
+            t->file, t->name, (long long)at[0], (long long)at[1], (long long)data_size);
+    if (bits % 8 != 0 || bits / 8 != at[1] - at[0])
+        return sala__fail(err, SALA_E_FILE,
+                          "%s: tensor %.200s: data_offsets [%lld, %lld] hold %lld bytes, but dtype "
+                          "%s and shape need %lld",
+                          t->file, t->name, (long long)at[0], (long long)at[1],
+                          (long long)(at[1] - at[0]), t->dtype, (long long)(bits / 8));
+    t->data = data + at[0];
+    t->bytes = at[1] - at[0];
+    return 0;
+}
+
+static int sala__tensor_by_place(const void *a, const void *b) {
+    const sala__tensor *x = (const sala__tensor *)a, *y = (const sala__tensor *)b;
+    if (x->data != y->data) return (const char *)x->data < (const char *)y->data ? -1 : 1;
+    return x->bytes < y->bytes ? -1 : x->bytes > y->bytes;
+}
+
+static int sala__tensor_by_name(const void *a, const void *b) {
+    return strcmp(((const sala__tensor *)a)->name, ((const sala__tensor *)b)->name);
+}
+
+// The tensors of one file must cover its data exactly: no overlap, no hole, nothing behind the last.
+// Hidden bytes are how one file can be two things; the official library refuses them too.
+static int sala__tensors_cover(const char *file, sala__tensor *t, size_t count,
+                               const unsigned char *data, int64_t data_size, sala_error *err) {
+    int64_t end = 0;
+    if (count) qsort(t, count, sizeof *t, sala__tensor_by_place);
+    for (size_t i = 0; i < count; i++) {
+        int64_t begin = (const unsigned char *)t[i].data - data;
+        if (begin < end)
+            return sala__fail(err, SALA_E_FILE,
+                              "%s: tensor %.200s at bytes [%lld, %lld) overlaps tensor %.200s, "
+                              "which ends at %lld",
+                              file, t[i].name, (long long)begin, (long long)(begin + t[i].bytes),
+                              t[i - 1].name, (long long)end);
+        if (begin > end)
+            return sala__fail(err, SALA_E_FILE,
+                              "%s: the bytes [%lld, %lld) before tensor %.200s belong to no tensor",
+                              file, (long long)end, (long long)begin, t[i].name);
+        end = begin + t[i].bytes;
+    }
+    if (end != data_size)
+        return sala__fail(err, SALA_E_FILE,
+                          "%s: the bytes [%lld, %lld) at the end belong to no tensor", file,
+                          (long long)end, (long long)data_size);
+    return 0;
+}
+
+// The members of a parsed header, appended to c->tensors.
+static int sala__header_read(sala__checkpoint *c, const char *file, const sala__json *j,
+                             const unsigned char *data, int64_t data_size, sala_error *err) {
+    size_t first = c->tensor_count;
+    if (j->nodes[0].type != SALA__OBJECT)
+        return sala__fail(err, SALA_E_FILE, "%s: the header is not an object", file);
+    for (int n = j->nodes[0].child; n >= 0; n = j->nodes[n].next) {
+        const char *name = sala__json_key(j, n);
+        if (!sala__plain_name(name, j->nodes[n].key_size))
+            return sala__fail(
+                err, SALA_E_FILE,
+                "%s: tensor number %zu has an empty name or a control character in it", file,
+                c->tensor_count - first);
+        if (strcmp(name, "__metadata__") == 0) continue; // free text of whoever wrote the file
+        int code = sala__grow(&c->env, (void **)&c->tensors, &c->tensor_capacity,
+                              c->tensor_count + 1, sizeof *c->tensors, "the list of tensors", err);
+        if (code < 0) return code;
+        sala__tensor *t = &c->tensors[c->tensor_count];
+        memset(t, 0, sizeof *t);
+        t->name = name;
+        t->file = file;
+        if ((code = sala__tensor_read(j, n, data, data_size, t, err)) < 0) return code;
+        c->tensor_count++;
+    }
+    size_t count = c->tensor_count - first;
+    return count || data_size
+               ? sala__tensors_cover(file, c->tensors + first, count, data, data_size, err)
+               : 0;
+}
+
+// Append the tensors of a safetensors file in memory to c->tensors. Their names point into *strings, which
+// the caller releases, on errors too. `file` and `bytes` must outlive the tensors.
+static int sala__safetensors_parse(sala__checkpoint *c, const char *file,
+                                   const unsigned char *bytes, int64_t size, char **strings,
+                                   sala_error *err) {
+    uint64_t header = 0;
+    char where[1024];
+    sala__json j;
+    *strings = NULL;
+    if (size < 8)
+        return sala__fail(err, SALA_E_FILE, "%s: %lld bytes are too few for a safetensors file",
+                          file, (long long)size);
+    memcpy(&header, bytes, 8);
+    if (header > SALA__HEADER_LIMIT)
+        return sala__fail(err, SALA_E_FILE,
+                          "%s: not a safetensors file: a header of %llu bytes (at most %d)", file,
+                          (unsigned long long)header, SALA__HEADER_LIMIT);
+    if ((int64_t)header > size - 8)
+        return sala__fail(
+            err, SALA_E_FILE,
+            "%s: truncated: the header of %llu bytes does not fit into the file's %lld", file,
+            (unsigned long long)header, (long long)size);
+    if (header == 0 || bytes[8] != '{')
+        return sala__fail(err, SALA_E_FILE, "%s: the header does not begin with '{'", file);
+    snprintf(where, sizeof where, "%s, header", file);
+    int code = sala__json_parse(&c->env, where, bytes + 8, (size_t)header, &j, err);
+    if (code < 0) return code;
+    code = sala__header_read(c, file, &j, bytes + 8 + header, size - 8 - (int64_t)header, err);
+    *strings = j.strings.data; // keep the names, drop the rest
+    j.strings.data = NULL;
+    sala__json_free(&j);
+    return code;
+}
+
+static int sala__shard_open(sala__checkpoint *c, const char *name, sala_error *err) {
+    int code = sala__grow(&c->env, (void **)&c->shards, &c->shard_capacity, c->shard_count + 1,
+                          sizeof *c->shards, "the list of shards", err);
+    if (code < 0) return code;
+    sala__shard *s = &c->shards[c->shard_count];
+    memset(s, 0, sizeof *s);
+    s->path = sala__join(&c->env, c->folder, name, err);
+    if (!s->path) return SALA_E_MEMORY;
+    c->shard_count++; // from here on sala__checkpoint_close cleans up
+    if ((code = sala__map_file(s->path, &s->file, err)) < 0) return code;
+    return sala__safetensors_parse(c, s->path, s->file.data, s->file.size, &s->strings, err);
+}
+
+// Sort by name for sala__checkpoint_find; a name may appear once only, in all files together.
+static int sala__tensors_sort(sala__checkpoint *c, sala_error *err) {
+    if (c->tensor_count)
+        qsort(c->tensors, c->tensor_count, sizeof *c->tensors, sala__tensor_by_name);
+    for (size_t i = 1; i < c->tensor_count; i++) {
+        const sala__tensor *a = &c->tensors[i - 1], *b = &c->tensors[i];
+        if (strcmp(a->name, b->name) != 0) continue;
+        return sala__fail(err, SALA_E_FILE, "%s: tensor %.200s exists twice%s%s", a->file, a->name,
+                          a->file == b->file ? "" : ", again in ",
+                          a->file == b->file ? "" : b->file);
+    }
+    return 0;
+}
+
+static sala__tensor *sala__checkpoint_find(sala__checkpoint *c, const char *name) {
+    size_t low = 0, high = c->tensor_count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        int order = strcmp(name, c->tensors[middle].name);
+        if (order == 0) return &c->tensors[middle];
+        if (order < 0)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return NULL;
+}
+
+static int sala__string_order(const void *a, const void *b) {
+    return strcmp(*(const char *const *)a, *(const char *const *)b);
+}
+
+// Open each shard that the index names, once. Shards lie beside the index: a name with '/' or ".." could
+// point anywhere and is refused.
+static int sala__index_shards(sala__checkpoint *c, const char *path, const sala__json *j, int map,
+                              sala_error *err) {
+    size_t count = 0;
+    const char **names = (const char **)sala__alloc(&c->env, (size_t)j->nodes[map].count,
+                                                    sizeof *names, "shard names", err);
+    if (!names) return SALA_E_MEMORY;
+    int code = 0;
+    for (int n = j->nodes[map].child; n >= 0 && code == 0; n = j->nodes[n].next) {
+        const char *name = sala__json_text(j, n);
+        if (!name || !sala__plain_name(name, j->nodes[n].text_size))
+            code = sala__fail(err, SALA_E_FILE, "%s: weight_map names no file for tensor %.200s",
+                              path, sala__json_key(j, n));
+        else if (strchr(name, '/') || strstr(name, ".."))
+            code = sala__fail(err, SALA_E_FILE,
+                              "%s: weight_map names the file \"%.200s\" outside the model's folder",
+                              path, name);
+        else
+            names[count++] = name;
+    }
+    if (count) qsort(names, count, sizeof *names, sala__string_order);
+    for (size_t i = 0; i < count && code == 0; i++)
+        if (i == 0 || strcmp(names[i - 1], names[i]) != 0)
+            code = sala__shard_open(c, names[i], err);
+    sala__release(&c->env, names);
+    return code;
+}
+
+// Every tensor of the index in the shard that it names, and no tensor that the index does not know.
+static int sala__index_agrees(sala__checkpoint *c, const char *path, const sala__json *j, int map,
+                              sala_error *err) {
+    for (int n = j->nodes[map].child; n >= 0; n = j->nodes[n].next) {
+        const char *name = sala__json_key(j, n), *file = sala__json_text(j, n);
+        sala__tensor *t =
+            strlen(name) == j->nodes[n].key_size ? sala__checkpoint_find(c, name) : NULL;
+        if (!t)
+            return sala__fail(err, SALA_E_FILE, "%s: tensor %.200s is not in %s", path, name, file);
+        if (strcmp(strrchr(t->file, '/') + 1, file) != 0)
+            return sala__fail(err, SALA_E_FILE, "%s: tensor %.200s is not in %s but in %s", path,
+                              name, file, t->file);
+        t->used = 1;
+    }
+    for (size_t i = 0; i < c->tensor_count; i++) {
+        sala__tensor *t = &c->tensors[i];
+        if (!t->used)
+            return sala__fail(err, SALA_E_FILE, "%s: tensor %.200s of %s is missing", path, t->name,
+                              t->file);
+        t->used = 0;
+    }
+    return 0;
+}
+
+static int sala__index_open(sala__checkpoint *c, const char *path, sala_error *err) {
+    sala__json j;
+    int code = sala__json_file(&c->env, path, SALA__HEADER_LIMIT, &j, err);
+    if (code < 0) return code;
+    int map = sala__json_get(&j, 0, "weight_map");
+    if (sala__json_at(&j, map)->type != SALA__OBJECT)
+        code = sala__fail(err, SALA_E_FILE, "%s: has no object \"weight_map\"", path);
+    if (code == 0) code = sala__index_shards(c, path, &j, map, err);
+    if (code == 0) code = sala__tensors_sort(c, err);
+    if (code == 0) code = sala__index_agrees(c, path, &j, map, err);
+    sala__json_free(&j);
+    return code;
+}
+
+static void sala__checkpoint_close(sala__checkpoint *c) {
+    for (size_t i = 0; i < c->shard_count; i++) {
+        sala__unmap_file(&c->shards[i].file);
+        sala__release(&c->env, c->shards[i].path);
+        sala__release(&c->env, c->shards[i].strings);
+    }
+    sala__release(&c->env, c->shards);
+    sala__release(&c->env, c->tensors);
+    sala__release(&c->env, c->folder);
+    memset(c, 0, sizeof *c);
+}
+
+// Map a model folder's weights: model.safetensors, or else the shards of model.safetensors.index.json.
+// Where both exist the single file is the model and the index is not read: it is a leftover of a merge.
+static int sala__checkpoint_open(const sala__env *env, const char *folder, sala__checkpoint *c,
+                                 sala_error *err) {
+    memset(c, 0, sizeof *c);
+    struct stat st;
+    if (stat(folder, &st) < 0)
+        return sala__fail(err, SALA_E_FILE, "%s: cannot open: %s", folder, strerror(errno));
+    if (!S_ISDIR(st.st_mode)) return sala__fail(err, SALA_E_FILE, "%s: not a folder", folder);
+    c->env = *env;
+    c->folder = sala__join(env, folder, "", err);
+    char *single = c->folder ? sala__join(env, folder, "model.safetensors", err) : NULL;
+    char *index = single ? sala__join(env, folder, "model.safetensors.index.json", err) : NULL;
+    int code = index ? 0 : SALA_E_MEMORY;
+    if (code == 0) {
+        if (sala__file_exists(single)) {
+            code = sala__shard_open(c, "model.safetensors", err);
+            if (code == 0) code = sala__tensors_sort(c, err);
+        } else if (sala__file_exists(index)) {
+            code = sala__index_open(c, index, err);
+        } else {
+            code = sala__fail(
+                err, SALA_E_FILE,
+                "%s: holds neither model.safetensors nor model.safetensors.index.json", folder);
+        }
+    }
+    sala__release(env, single);
+    sala__release(env, index);
+    if (code < 0) sala__checkpoint_close(c);
+    return code;
+}
+
+// ---- config.json ----
+
+#define SALA__CONFIG_LIMIT (4 << 20) // bytes
+#define SALA__MAX_EOS 64
+
+typedef struct sala__config {
+    sala_dims dims;
+    int32_t *sparse;  // [layers] 1: minicpm4, 0: lightning
+    int32_t bos, pad; // -1: none
+    int32_t *eos;     // [eos_count]
+    int32_t eos_count;
+    int32_t tied;          // the head is the embedding
+    int64_t max_positions; // what the model was made for; nothing is sized by it
+} sala__config;
+
+// Reads the members of one JSON object. The first error is kept in `code`, later reads then return their
+// fallback: so a list of reads needs one check at its end.
+typedef struct sala__fields {
+    const sala__json *json;
+    int object;
+    const char *path;   // of the file
+    const char *prefix; // "" or "sparse_config."
+    sala_error *err;
+    int code;
+} sala__fields;
+
+// A value as messages show it.
+static const char *sala__json_show(const sala__json *j, int node, char out[64]) {
+    const sala__json_node *n = sala__json_at(j, node);
+    static const char *const words[] = {"null",     "a boolean", "a number",
+                                        "a string", "a list",    "an object"};
+    if (node < 0)
+        snprintf(out, 64, "missing");
+    else if (n->type == SALA__BOOL)
+        snprintf(out, 64, "%s", n->number != 0 ? "true" : "false");
+    else if (n->type == SALA__NUMBER && n->is_integer)
+        snprintf(out, 64, "%lld", (long long)n->integer);
+    else if (n->type == SALA__NUMBER)
+        snprintf(out, 64, "%.9g", n->number);
+    else if (n->type == SALA__STRING && sala__plain_name(sala__json_text(j, node), n->text_size))
+        snprintf(out, 64, "\"%.60s\"", sala__json_text(j, node));
+    else
+        snprintf(out, 64, "%s", words[n->type]);
+    return out;
+}
+
+static void sala__field_refuse(sala__fields *f, const char *name, const char *expected) {
+    char value[64];
+    if (f->code < 0) return;
+    f->code = sala__fail(
+        f->err, SALA_E_MODEL, "%s: %s%s is %s; expected %s", f->path, f->prefix, name,
+        sala__json_show(f->json, sala__json_get(f->json, f->object, name), value), expected);
+}
+
+static int sala__field_null(const sala__fields *f, const char *name) { // missing, or null
+    return sala__json_at(f->json, sala__json_get(f->json, f->object, name))->type == SALA__NULL;
+}
+
+static int32_t sala__field_int(sala__fields *f, const char *name, int32_t fallback, int32_t low,
+                               int32_t high) {
+    char expected[96];
+    int node = sala__json_get(f->json, f->object, name);
+    const sala__json_node *n = sala__json_at(f->json, node);
+    if (node < 0) return fallback;
+    if (n->is_integer && n->integer >= low && n->integer <= high) return (int32_t)n->integer;
+    snprintf(expected, sizeof expected, "a whole number from %d to %d", low, high);
+    sala__field_refuse(f, name, expected);
+    return fallback;
+}
+
+static int32_t sala__field_int_or_null(sala__fields *f, const char *name, int32_t fallback,
+                                       int32_t low, int32_t high) {
+    return sala__field_null(f, name) ? fallback : sala__field_int(f, name, fallback, low, high);
+}
+
+static double sala__field_real(sala__fields *f, const char *name, double fallback, double low,
+                               double high) {
+    char expected[96];
+    int node = sala__json_get(f->json, f->object, name);
+    const sala__json_node *n = sala__json_at(f->json, node);
+    if (node < 0) return fallback;
+    if (n->type == SALA__NUMBER && n->number >= low && n->number <= high) return n->number;
+    snprintf(expected, sizeof expected, "a number from %g to %g", low, high);
+    sala__field_refuse(f, name, expected);
+    return fallback;
+}
+
+static int32_t sala__field_bool(sala__fields *f, const char *name, int32_t fallback) {
+    int node = sala__json_get(f->json, f->object, name);
+    const sala__json_node *n = sala__json_at(f->json, node);
+    if (node < 0) return fallback;
+    if (n->type == SALA__BOOL) return n->number != 0;
+    sala__field_refuse(f, name, "true or false");
+    return fallback;
+}
+
+// Which model this is, and everything that is refused whatever the rest says.
+static void sala__config_refusals(sala__fields *f) {
+    const sala__json *j = f->json;
+    int type = sala__json_get(j, f->object, "model_type"),
+        list = sala__json_get(j, f->object, "architectures");
+    int first = sala__json_at(j, list)->type == SALA__ARRAY ? j->nodes[list].child : -1;
+    char value[64];
+    if (type < 0 && list < 0) sala__field_refuse(f, "model_type", "\"minicpm_sala\"");
+    if (type >= 0 && !sala__json_is(j, type, "minicpm_sala"))
+        sala__field_refuse(f, "model_type", "\"minicpm_sala\"");
+    if (list >= 0 && !sala__json_is(j, first, "MiniCPMSALAForCausalLM") && f->code == 0)
+        f->code = sala__fail(f->err, SALA_E_MODEL,
+                             "%s: architectures names %s; this engine runs MiniCPMSALAForCausalLM",
+                             f->path, sala__json_show(j, first, value));
+    if ((!sala__field_null(f, "quantization_config") ||
+         !sala__field_null(f, "compression_config")) &&
+        f->code == 0)
+        f->code = sala__fail(
+            f->err, SALA_E_MODEL,
+            "%s: has a quantization_config: quantised checkpoints are not supported yet", f->path);
+    if (!sala__field_null(f, "rope_scaling"))
+        sala__field_refuse(f, "rope_scaling", "null: scaled positions are not supported");
+    if (!sala__field_null(f, "rope_parameters"))
+        sala__field_refuse(f, "rope_parameters", "none: give the base as rope_theta");
+    if (sala__field_bool(f, "attention_bias", 0))
+        sala__field_refuse(f, "attention_bias", "false: biases are not supported");
+    int act = sala__json_get(j, f->object, "hidden_act");
+    if (act >= 0 && !sala__json_is(j, act, "silu")) sala__field_refuse(f, "hidden_act", "\"silu\"");
+}
+
+static void sala__config_shape(sala__fields *f, sala__config *c) {
+    sala_dims *d = &c->dims;
+    int32_t wide = 1 << 20;
+    d->vocab = sala__field_int(f, "vocab_size", 73448, 1, 1 << 24);
+    d->hidden = sala__field_int(f, "hidden_size", 4096, 1, wide);
+    d->ffn = sala__field_int(f, "intermediate_size", 16384, 1, wide);
+    d->layers = sala__field_int(f, "num_hidden_layers", 32, 1, 1024);
+    d->heads = sala__field_int(f, "num_attention_heads", 32, 1, 4096);
+    d->kv_heads = sala__field_int_or_null(f, "num_key_value_heads", d->heads, 1, d->heads);
+    int given =
+        sala__json_get(f->json, f->object, "head_dim") < 0 || !sala__field_null(f, "head_dim");
+    d->head_dim = given ? sala__field_int(f, "head_dim", 128, 1, 4096) : d->hidden / d->heads;
+    d->sparse_rope = sala__field_bool(f, "attn_use_rope", 0);
+    d->sparse_gate = sala__field_bool(f, "attn_use_output_gate", 1);
+    d->lin_heads = sala__field_int_or_null(f, "lightning_nh", d->heads, 1, 4096);
+    d->lin_kv_heads = sala__field_int_or_null(f, "lightning_nkv", d->kv_heads, 1, 4096);
+    d->lin_dim = sala__field_int_or_null(f, "lightning_head_dim", d->head_dim, 1, 4096);
+    d->lin_rope = sala__field_bool(f, "lightning_use_rope", 1);
+    d->lin_qk_norm = sala__field_bool(f, "qk_norm", 1);
+    d->lin_norm = sala__field_bool(f, "use_output_norm", 1);
+    d->lin_gate = sala__field_bool(f, "use_output_gate", 1);
+    c->tied = sala__field_bool(f, "tie_word_embeddings", 0);
+    c->max_positions = sala__field_int(f, "max_position_embeddings", 524288, 1, INT32_MAX);
+}
+
+static void sala__config_scalars(sala__fields *f, const sala__env *env, sala_dims *d) {
+    int scale = sala__json_get(f->json, f->object, "lightning_scale");
+    double base = sala__field_real(f, "dim_model_base", 256, 1e-3, 1e6);
+    d->eps = (float)sala__field_real(f, "rms_norm_eps", 1e-6, 1e-12, 1);
+    d->rope_theta = (float)sala__field_real(f, "rope_theta", 10000, 1, 1e12);
+    d->embed_scale = (float)sala__field_real(f, "scale_emb", 12, 1e-6, 1e6);
+    d->residual_scale =
+        (float)(sala__field_real(f, "scale_depth", 1.4, 1e-6, 1e6) / sqrt((double)d->layers));
+    d->logit_divisor = (float)(d->hidden / base);
+    d->attn_scale = (float)(1 / sqrt((double)d->head_dim));
+    d->lin_scale = (float)(1 / sqrt((double)d->lin_dim));
+    if (scale < 0 || sala__json_is(f->json, scale, "1/sqrt(d)")) return;
+    if (!sala__json_text(f->json, scale)) {
+        sala__field_refuse(f, "lightning_scale", "a string, \"1/sqrt(d)\" or \"1/d\"");
+        return;
+    }
+    d->lin_scale = 1; // what the official code does with any other string
+    if (sala__json_is(f->json, scale, "1/d"))
+        d->lin_scale = (float)(1.0 / d->lin_dim);
+    else
+        sala__log(env, SALA_LOG_WARNING,
+                  "%s: lightning_scale is neither \"1/sqrt(d)\" nor \"1/d\": taken as 1", f->path);
+}
+
+static void sala__config_sparse(sala__fields *f, sala_dims *d) {
+    int node = sala__json_get(f->json, f->object, "sparse_config");
+    if (!sala__field_null(f, "sparse_config") && sala__json_at(f->json, node)->type != SALA__OBJECT)
+        sala__field_refuse(f, "sparse_config", "an object");
+    sala__fields s = *f;
+    s.object = node;
+    s.prefix = "sparse_config.";
+    d->kernel = sala__field_int(&s, "kernel_size", 32, 1, 1 << 16);
+    d->stride = sala__field_int(&s, "kernel_stride", 16, 1, 1 << 16);
+    d->block = sala__field_int(&s, "block_size", 64, 1, 1 << 16);
+    d->init_blocks = sala__field_int(&s, "init_blocks", 1, 0, 1 << 16);
+    d->dense_len = sala__field_int(&s, "dense_len", 8192, 0, INT32_MAX);
+    int32_t window = sala__field_int(&s, "window_size", 2048, 0, 1 << 20);
+    int32_t topk = sala__field_int(&s, "topk", 64, 1, 1 << 16);
+    if (sala__field_bool(&s, "use_nope", 0))
+        sala__field_refuse(&s, "use_nope", "false: it is not supported");
+    // model.md 8: compressed rows must tile blocks and windows, and the forced blocks must fit into top_k.
+    if (d->kernel < d->stride || d->kernel % d->stride != 0)
+        sala__field_refuse(&s, "kernel_size", "a multiple of kernel_stride");
+    if (d->block % d->stride != 0)
+        sala__field_refuse(&s, "block_size", "a multiple of kernel_stride");
+    if (window % d->block != 0) sala__field_refuse(&s, "window_size", "a multiple of block_size");
+    if (topk < d->init_blocks + 1) sala__field_refuse(&s, "topk", "at least init_blocks + 1");
+    d->local_blocks = window / d->block;
+    d->top_k = topk + d->local_blocks; // the window is added to the configured number
+    f->code = s.code;
+}
+
+// What must fit together, and what the CPU's vector loops ask for.
+static void sala__config_fits(sala__fields *f, const sala_dims *d) {
+    if (f->code < 0) return;
+    if (d->heads * (int64_t)d->head_dim != d->hidden)
+        f->code = sala__fail(f->err, SALA_E_MODEL,
+                             "%s: num_attention_heads %d times head_dim %d is not hidden_size %d: "
+                             "such models are not supported",
+                             f->path, d->heads, d->head_dim, d->hidden);
+    else if (d->heads % d->kv_heads != 0)
+        f->code =
+            sala__fail(f->err, SALA_E_MODEL,
+                       "%s: num_attention_heads %d is not a multiple of num_key_value_heads %d",
+                       f->path, d->heads, d->kv_heads);
+    else if (d->lin_heads % d->lin_kv_heads != 0)
+        f->code = sala__fail(f->err, SALA_E_MODEL,
+                             "%s: lightning_nh %d is not a multiple of lightning_nkv %d", f->path,
+                             d->lin_heads, d->lin_kv_heads);
+    else if (d->lin_heads * (int64_t)d->lin_dim > 1 << 20)
+        f->code = sala__fail(f->err, SALA_E_MODEL,
+                             "%s: lightning_nh %d times lightning_head_dim %d is more than %d",
+                             f->path, d->lin_heads, d->lin_dim, 1 << 20);
+    const char *names[] = {"hidden_size", "intermediate_size", "head_dim", "lightning_head_dim"};
+    int32_t values[] = {d->hidden, d->ffn, d->head_dim, d->lin_dim};
+    for (int i = 0; i < 4 && f->code == 0; i++)
+        if (values[i] % SALA_LANES != 0)
+            f->code =
+                sala__fail(f->err, SALA_E_MODEL,
+                           "%s: %s is %d; expected a multiple of %d: others are not supported",
+                           f->path, names[i], values[i], SALA_LANES);
+}
+
+static int sala__config_mixers(sala__fields *f, const sala__env *env, sala__config *c) {
+    const sala__json *j = f->json;
+    int list = sala__json_get(j, f->object, "mixer_types"), layer = 0;
+    char value[64];
+    if (sala__json_at(j, list)->type != SALA__ARRAY) {
+        sala__field_refuse(f, "mixer_types", "a list with one string for each layer");
+        return f->code;
+    }
+    if (j->nodes[list].count != c->dims.layers)
+        return sala__fail(f->err, SALA_E_MODEL,
+                          "%s: mixer_types has %d entries for num_hidden_layers %d", f->path,
+                          j->nodes[list].count, c->dims.layers);
+    c->sparse = (int32_t *)sala__alloc(env, (size_t)c->dims.layers, sizeof *c->sparse,
+                                       "mixer_types", f->err);
+    if (!c->sparse) return SALA_E_MEMORY;
+    for (int n = j->nodes[list].child; n >= 0; n = j->nodes[n].next, layer++) {
+        c->sparse[layer] = sala__json_is(j, n, "minicpm4");
+        if (c->sparse[layer] || sala__json_is(j, n, "lightning-attn") ||
+            sala__json_is(j, n, "lightning") || sala__json_is(j, n, "lightning_attn"))
+            continue;
+        return sala__fail(f->err, SALA_E_MODEL,
+                          "%s: mixer_types[%d] is %s; expected \"minicpm4\" or \"lightning-attn\"",
+                          f->path, layer, sala__json_show(j, n, value));
+    }
+    return 0;
+}
+
+// bos, pad and eos, where the file has them; eos is a number or a list.
+static int sala__config_ids(sala__fields *f, const sala__env *env, sala__config *c) {
+    const sala__json *j = f->json;
+    int node = sala__json_get(j, f->object, "eos_token_id"), last = c->dims.vocab - 1;
+    const sala__json_node *eos = sala__json_at(j, node);
+    c->bos = sala__field_int_or_null(f, "bos_token_id", c->bos, 0, last);
+    c->pad = sala__field_int_or_null(f, "pad_token_id", c->pad, -1, last);
+    if (f->code < 0 || eos->type == SALA__NULL) return f->code;
+    int list = eos->type == SALA__ARRAY, count = list ? eos->count : 1;
+    if (count > SALA__MAX_EOS)
+        return sala__fail(f->err, SALA_E_MODEL, "%s: eos_token_id lists %d tokens, more than %d",
+                          f->path, count, SALA__MAX_EOS);
+    int32_t *ids = (int32_t *)sala__alloc(env, (size_t)count, sizeof *ids, "eos_token_id", f->err);
+    if (!ids) return SALA_E_MEMORY;
+    count = 0;
+    for (int n = list ? eos->child : node; n >= 0; n = list ? j->nodes[n].next : -1) {
+        const sala__json_node *id = &j->nodes[n];
+        if (id->is_integer && id->integer >= 0 && id->integer <= last) {
+            ids[count++] = (int32_t)id->integer;
+            continue;
+        }
+        char value[64];
+        sala__release(env, ids);
+        return sala__fail(f->err, SALA_E_MODEL,
+                          "%s: eos_token_id holds %s; expected tokens from 0 to %d", f->path,
+                          sala__json_show(j, n, value), last);
+    }
+    sala__release(env, c->eos);
+    c->eos = ids;
+    c->eos_count = count;
+    return 0;
+}
+
+static void sala__config_free(const sala__env *env, sala__config *c) {
+    sala__release(env, c->sparse);
+    sala__release(env, c->eos);
+    memset(c, 0, sizeof *c);
+}
+
+static int sala__config_parse(const sala__env *env, const sala__json *j, const char *path,
+                              sala__config *c, sala_error *err) {
+    sala__fields f = {j, 0, path, "", err, 0};
+    memset(c, 0, sizeof *c);
+    if (j->nodes[0].type != SALA__OBJECT)
+        return sala__fail(err, SALA_E_MODEL, "%s: not a JSON object", path);
+    sala__config_refusals(&f);
+    sala__config_shape(&f, c);
+    sala__config_scalars(&f, env, &c->dims);
+    sala__config_sparse(&f, &c->dims);
+    sala__config_fits(&f, &c->dims);
+    if (f.code == 0) f.code = sala__config_mixers(&f, env, c);
+    static const int32_t eos[2] = {2, 73440}; // the release's, when config.json has none
+    c->bos = c->dims.vocab > 1 ? 1 : -1;
+    c->pad = c->dims.vocab > 2 ? 2 : -1;
+    if (f.code == 0 && sala__json_get(j, 0, "eos_token_id") < 0) {
+        c->eos = (int32_t *)sala__alloc(env, 2, sizeof *c->eos, "eos_token_id", err);
+        if (!c->eos) f.code = SALA_E_MEMORY;
+        for (int i = 0; i < 2 && c->eos; i++)
+            if (eos[i] < c->dims.vocab) c->eos[c->eos_count++] = eos[i];
+    }
+    if (f.code == 0) f.code = sala__config_ids(&f, env, c);
+    if (f.code < 0) sala__config_free(env, c);
+    return f.code;
+}
+
+static int sala__config_read(const sala__env *env, const char *path, sala__config *c,
+                             sala_error *err) {
+    sala__json j;
+    memset(c, 0, sizeof *c);
+    int code = sala__json_file(env, path, SALA__CONFIG_LIMIT, &j, err);
+    if (code < 0) return code;
+    code = sala__config_parse(env, &j, path, c, err);
+    sala__json_free(&j);
+    return code;
+}
+
+// generation_config.json, if the folder has one: its special tokens are newer than config.json's.
+static int sala__generation_config_read(const sala__env *env, const char *folder, sala__config *c,
+                                        sala_error *err) {
+    char *path = sala__join(env, folder, "generation_config.json", err);
+    if (!path) return SALA_E_MEMORY;
+    int code = 0;
+    sala__json j;
+    if (sala__file_exists(path)) {
+        code = sala__json_file(env, path, SALA__CONFIG_LIMIT, &j, err);
+        if (code == 0) {
+            sala__fields f = {&j, 0, path, "", err, 0};
+            if (j.nodes[0].type != SALA__OBJECT)
+                code = sala__fail(err, SALA_E_MODEL, "%s: not a JSON object", path);
+            else
+                code = sala__config_ids(&f, env, c);
+            sala__json_free(&j);
+        }
+    }
+    sala__release(env, path);
+    return code;
+}
+
+// The decay slope of each lightning head, the same in every layer (model.md 4.6): for a power of two,
+// 2^(-8(h+1)/heads); otherwise those of the next lower power p, then every other one of 2p.
+static void sala__slopes(int heads, float *out) { // out: [heads]
+    int p = 1;
+    while (p * 2 <= heads) p *= 2;
+    for (int h = 0; h < heads; h++) {
+        double step = h < p ? 8.0 * (h + 1) / p : 8.0 * (2 * (h - p) + 1) / (2.0 * p);
+        out[h] = (float)exp2(-step);
+    }
+}
+
+// ---- weights ----
+
+typedef struct sala__layer {
+    int32_t sparse;
+    sala_weight input_norm, post_norm, q, k, v, o; // data NULL: this layer has none
+    sala_weight gate;                              // o_gate or z_proj
+    sala_weight q_norm, k_norm, o_norm;            // lightning only
+    sala_weight mlp_gate, mlp_up, mlp_down;
+} sala__layer;
+
+typedef struct sala__weights {
+    sala_weight embed, final_norm, head;
+    sala__layer *layers; // [layers]
+    int64_t parameters, bytes;
+    int64_t decode_bytes; // of the linear layers and the head: read for each token
+    void *owned;          // synthetic data or NULL
+} sala__weights;
+
+// The tensors of a layer, as a table: which layers have it, and its shape in the model's dimensions.
+enum {
+    SALA__ALL_LAYERS,
+    SALA__SPARSE,
+    SALA__SPARSE_GATE,
+    SALA__LIGHTNING,
+    SALA__LIGHTNING_GATE,
+    SALA__LIGHTNING_QK_NORM,
+    SALA__LIGHTNING_O_NORM
+};
+enum {
+    SALA__ONE, // a vector
+    SALA__VOCAB,
+    SALA__HIDDEN,
+    SALA__FFN,
+    SALA__HEADS,
+    SALA__KV_HEADS,
+    SALA__LIN_HEADS,
+    SALA__LIN_KV_HEADS,
+    SALA__LIN_DIM
+};
+typedef struct sala__rule {
+    const char *name;
+    size_t place; // of its sala_weight in sala__layer
+    int32_t layers, n, k;
+} sala__rule;
+
+static const sala__rule sala__rules[] = {
+    {"input_layernorm", offsetof(sala__layer, input_norm), SALA__ALL_LAYERS, SALA__HIDDEN,
+     SALA__ONE},
+    {"self_attn.q_proj", offsetof(sala__layer, q), SALA__SPARSE, SALA__HEADS, SALA__HIDDEN},
+    {"self_attn.k_proj", offsetof(sala__layer, k), SALA__SPARSE, SALA__KV_HEADS, SALA__HIDDEN},
+    {"self_attn.v_proj", offsetof(sala__layer, v), SALA__SPARSE, SALA__KV_HEADS, SALA__HIDDEN},
+    {"self_attn.o_gate", offsetof(sala__layer, gate), SALA__SPARSE_GATE, SALA__HEADS, SALA__HIDDEN},
+    {"self_attn.o_proj", offsetof(sala__layer, o), SALA__SPARSE, SALA__HIDDEN, SALA__HEADS},
+    {"self_attn.q_proj", offsetof(sala__layer, q), SALA__LIGHTNING, SALA__LIN_HEADS, SALA__HIDDEN},
+    {"self_attn.k_proj", offsetof(sala__layer, k), SALA__LIGHTNING, SALA__LIN_KV_HEADS,
+     SALA__HIDDEN},
+    {"self_attn.v_proj", offsetof(sala__layer, v), SALA__LIGHTNING, SALA__LIN_KV_HEADS,
+     SALA__HIDDEN},
+    {"self_attn.q_norm", offsetof(sala__layer, q_norm), SALA__LIGHTNING_QK_NORM, SALA__LIN_DIM,
+     SALA__ONE},
+    {"self_attn.k_norm", offsetof(sala__layer, k_norm), SALA__LIGHTNING_QK_NORM, SALA__LIN_DIM,
+     SALA__ONE},
+    {"self_attn.o_norm", offsetof(sala__layer, o_norm), SALA__LIGHTNING_O_NORM, SALA__LIN_HEADS,
+     SALA__ONE},
+    {"self_attn.z_proj", offsetof(sala__layer, gate), SALA__LIGHTNING_GATE, SALA__LIN_HEADS,
+     SALA__HIDDEN},
+    {"self_attn.o_proj", offsetof(sala__layer, o), SALA__LIGHTNING, SALA__HIDDEN, SALA__LIN_HEADS},
+    {"post_attention_layernorm", offsetof(sala__layer, post_norm), SALA__ALL_LAYERS, SALA__HIDDEN,
+     SALA__ONE},
+    {"mlp.gate_proj", offsetof(sala__layer, mlp_gate), SALA__ALL_LAYERS, SALA__FFN, SALA__HIDDEN},
+    {"mlp.up_proj", offsetof(sala__layer, mlp_up), SALA__ALL_LAYERS, SALA__FFN, SALA__HIDDEN},
+    {"mlp.down_proj", offsetof(sala__layer, mlp_down), SALA__ALL_LAYERS, SALA__HIDDEN, SALA__FFN},
+};
+enum { SALA__RULES = (int)(sizeof sala__rules / sizeof sala__rules[0]) };
+
+static int sala__rule_applies(const sala__rule *rule, const sala_dims *d, int sparse) {
+    switch (rule->layers) {
+    case SALA__SPARSE: return sparse;
+    case SALA__SPARSE_GATE: return sparse && d->sparse_gate;
+    case SALA__LIGHTNING: return !sparse;
+    case SALA__LIGHTNING_GATE: return !sparse && d->lin_gate;
+    case SALA__LIGHTNING_QK_NORM: return !sparse && d->lin_qk_norm;
+    case SALA__LIGHTNING_O_NORM: return !sparse && d->lin_norm;
+    default: return 1;
+    }
+}
+
+static int32_t sala__dimension(const sala_dims *d, int which, const char **name) {
+    static const char *const names[] = {"1",
+                                        "vocab_size",
+                                        "hidden_size",
+                                        "intermediate_size",
+                                        "num_attention_heads * head_dim",
+                                        "num_key_value_heads * head_dim",
+                                        "lightning_nh * lightning_head_dim",
+                                        "lightning_nkv * lightning_head_dim",
+                                        "lightning_head_dim"};
+    *name = names[which];
+    switch (which) {
+    case SALA__VOCAB: return d->vocab;
+    case SALA__HIDDEN: return d->hidden;
+    case SALA__FFN: return d->ffn;
+    case SALA__HEADS: return d->heads * d->head_dim;
+    case SALA__KV_HEADS: return d->kv_heads * d->head_dim;
+    case SALA__LIN_HEADS: return d->lin_heads * d->lin_dim;
+    case SALA__LIN_KV_HEADS: return d->lin_kv_heads * d->lin_dim;
+    case SALA__LIN_DIM: return d->lin_dim;
+    default: return 1;
+    }
+}
+
+// One tensor that the model needs.
+typedef struct sala__item {
+    char name[96];
+    sala_weight *weight; // where it goes
+    int32_t n, k;
+    const char *n_name, *k_name; // what these are in config.json
+} sala__item;
+
+// The tensors of a model are numbered 0 .. sala__item_count - 1: embedding, layers, final norm, head. Numbers
+// whose tensor this model lacks give 0, the others fill `item` and give 1.
+static int sala__item_count(const sala__config *c) {
+    return c->dims.layers * SALA__RULES + 3;
+}
+
+static int sala__item_at(const sala__config *c, sala__weights *w, int index, sala__item *item) {
+    int body = c->dims.layers * SALA__RULES, layer = (index - 1) / SALA__RULES;
+    int32_t n = SALA__HIDDEN, k = SALA__ONE;
+    if (index >= 1 && index <= body) {
+        const sala__rule *rule = &sala__rules[(index - 1) % SALA__RULES];
+        if (!sala__rule_applies(rule, &c->dims, c->sparse[layer])) return 0;
+        snprintf(item->name, sizeof item->name, "model.layers.%d.%s.weight", layer, rule->name);
+        item->weight = (sala_weight *)(void *)((char *)&w->layers[layer] + rule->place);
+        n = rule->n;
+        k = rule->k;
+    } else if (index == body + 1) {
+        snprintf(item->name, sizeof item->name, "model.norm.weight");
+        item->weight = &w->final_norm;
+    } else {
+        if (index && c->tied) return 0;
+        snprintf(item->name, sizeof item->name, "%s",
+                 index ? "lm_head.weight" : "model.embed_tokens.weight");
+        item->weight = index ? &w->head : &w->embed;
+        n = SALA__VOCAB;
+        k = SALA__HIDDEN;
+    }
+    item->n = sala__dimension(&c->dims, n, &item->n_name);
+    item->k = sala__dimension(&c->dims, k, &item->k_name);
+    return 1;
+}
+
+static int64_t sala__weight_bytes(const sala_weight *w) {
+    return (int64_t)w->n * w->k * (w->format == SALA_F32 ? 4 : 2);
+}
+
+static void sala__weights_free(const sala__env *env, sala__weights *w) {
+    sala__release(env, w->layers);
+    sala__release(env, w->owned);
+    memset(w, 0, sizeof *w);
+}
+
+// Layers allocated, and every weight with its n and k, in BF16, without data.
+static int sala__weights_shape(const sala__env *env, const sala__config *c, sala__weights *w,
+                               sala_error *err) {
+    sala__item item;
+    memset(w, 0, sizeof *w);
+    w->layers = (sala__layer *)sala__alloc(env, (size_t)c->dims.layers, sizeof *w->layers,
+                                           "the layers", err);
+    if (!w->layers) return SALA_E_MEMORY;
+    for (int i = 0; i < c->dims.layers; i++) w->layers[i].sparse = c->sparse[i];
+    for (int i = 0; i < sala__item_count(c); i++) {
+        if (!sala__item_at(c, w, i, &item)) continue;
+        item.weight->n = item.n;
+        item.weight->k = item.k;
+    }
+    if (c->tied) w->head = w->embed;
+    return 0;
+}
+
+// Fill in the totals once all formats are known.
+static void sala__weights_count(const sala__config *c, sala__weights *w) {
+    sala__item item;
+    w->parameters = w->bytes = w->decode_bytes = 0;
+    for (int i = 0; i < sala__item_count(c); i++) {
+        if (!sala__item_at(c, w, i, &item)) continue;
+        int64_t bytes = sala__weight_bytes(item.weight);
+        w->parameters += (int64_t)item.n * item.k;
+        w->bytes += bytes;
+        if (item.weight->k > 1 && item.weight != &w->embed) w->decode_bytes += bytes;
+    }
+    if (c->tied) w->decode_bytes += sala__weight_bytes(&w->head);
+}
+
+// What a synthetic model of this config takes: shapes and totals, no data.
+static int sala__weights_plan(const sala__env *env, const sala__config *c, sala__weights *w,
+                              sala_error *err) {
+    int code = sala__weights_shape(env, c, w, err);
+    if (code == 0) sala__weights_count(c, w);
+    return code;
+}
+
+static const char *sala__shape_text(const int64_t *shape, int rank, char out[192]) {
+    int at = snprintf(out, 192, "[");
+    for (int i = 0; i < rank; i++)
+        at += snprintf(out + at, 192 - (size_t)at, "%s%lld", i ? ", " : "", (long long)shape[i]);
+    snprintf(out + at, 192 - (size_t)at, "]");
+    return out;
+}
+
+static int sala__bind_one(const sala__item *item, sala__tensor *t, sala_error *err) {
+    int rank = item->k > 1 || item->k_name[0] != '1' ? 2 : 1;
+    int64_t want[2] = {item->n, item->k};
+    char have_text[192], want_text[192];
+    if (t->rank != rank || t->shape[0] != want[0] || (rank == 2 && t->shape[1] != want[1]))
+        return sala__fail(err, SALA_E_MODEL, "%s: tensor %.200s has shape %s, expected %s (%s%s%s)",
+                          t->file, t->name, sala__shape_text(t->shape, t->rank, have_text),
+                          sala__shape_text(want, rank, want_text), item->n_name,
+                          rank == 2 ? " x " : "", rank == 2 ? item->k_name : "");
+    if (t->format < 0)
+        return sala__fail(err, SALA_E_MODEL,
+                          "%s: tensor %.200s has dtype %s; expected BF16, F16 or F32", t->file,
+                          t->name, t->dtype);
+    if ((uintptr_t)t->data % (t->format == SALA_F32 ? 4 : 2) != 0)
+        return sala__fail(err, SALA_E_MODEL,
+                          "%s: tensor %.200s does not begin at a multiple of its element size: "
+                          "save the file again with a current "
+                          "safetensors library",
+                          t->file, t->name);
+    t->used = 1;
+    item->weight->data = t->data;
+    item->weight->format = t->format;
+    return 0;
+}
+
+// The head of a model with tied embeddings may be in the file all the same, if it is the same.
+static int sala__bind_tied(sala__checkpoint *ck, sala__weights *w, sala_error *err) {
+    sala__tensor *head = sala__checkpoint_find(ck, "lm_head.weight");
+    const sala__tensor *embed = sala__checkpoint_find(ck, "model.embed_tokens.weight");
+    w->head = w->embed;
+    if (!head || !embed) return 0;
+    head->used = 1;
+    if (head->dtype == embed->dtype && head->bytes == embed->bytes && head->rank == embed->rank &&
+        memcmp(head->shape, embed->shape, sizeof head->shape) == 0 &&
+        memcmp(head->data, embed->data, (size_t)head->bytes) == 0)
+        return 0;
+    return sala__fail(err, SALA_E_MODEL,
+                      "%s: tensor lm_head.weight differs from model.embed_tokens.weight although "
+                      "tie_word_embeddings is true",
+                      head->file);
+}
+
+// No tensor may be left over: an unread one means that this is not the model that config.json describes.
+static int sala__bind_rest(const sala__env *env, sala__checkpoint *ck, sala_error *err) {
+    static const char suffix[] =
+        "rotary_emb.inv_freq"; // old exports store this table; it is computed here
+    const sala__tensor *first = NULL;
+    size_t count = 0, n = sizeof suffix - 1;
+    for (size_t i = 0; i < ck->tensor_count; i++) {
+        const sala__tensor *t = &ck->tensors[i];
+        size_t size = strlen(t->name);
+        if (t->used) continue;
+        if (size >= n && strcmp(t->name + size - n, suffix) == 0)
+            sala__log(env, SALA_LOG_INFO, "%s: tensor %.200s is not needed: skipped", t->file,
+                      t->name);
+        else if (count++ == 0)
+            first = t;
+    }
+    if (!first) return 0;
+    if (count == 1)
+        return sala__fail(err, SALA_E_MODEL,
+                          "%s: tensor %.200s has no place in the model that config.json describes",
+                          first->file, first->name);
+    return sala__fail(
+        err, SALA_E_MODEL,
+        "%s: tensor %.200s and %zu more have no place in the model that config.json describes",
+        first->file, first->name, count - 1);
+}
+
+// Give every tensor of the model its place in the mapped files. `ck` must outlive `w`.
+static int sala__weights_bind(const sala__env *env, sala__checkpoint *ck, const sala__config *c,
+                              sala__weights *w, sala_error *err) {
+    sala__item item, first;
+    int missing = 0, code = sala__weights_shape(env, c, w, err);
+    for (int i = 0; i < sala__item_count(c) && code == 0; i++) {
+        if (!sala__item_at(c, w, i, &item)) continue;
+        sala__tensor *t = sala__checkpoint_find(ck, item.name);
+        if (t)
+            code = sala__bind_one(&item, t, err);
+        else if (missing++ == 0)
+            first = item;
+    }
+    if (code == 0 && missing == 1)
+        code = sala__fail(err, SALA_E_MODEL, "%s: tensor %s is missing", ck->folder, first.name);
+    if (code == 0 && missing > 1)
+        code = sala__fail(err, SALA_E_MODEL, "%s: tensor %s and %d more are missing", ck->folder,
+                          first.name, missing - 1);
+    if (code == 0 && c->tied) code = sala__bind_tied(ck, w, err);
+    if (code == 0) code = sala__bind_rest(env, ck, err);
+    if (code == 0) sala__weights_count(c, w);
+    if (code < 0) sala__weights_free(env, w);
+    return code;
+}
+
+// Index of the first NaN or infinity, or -1. Blocks are tested without branches, so that the loop runs at
+// the speed of memory.
+static int64_t sala__first_not_finite(const sala_weight *w) {
+    int64_t count = (int64_t)w->n * w->k;
+    uint32_t exponent = w->format == SALA_F32   ? 0x7F800000u
+                        : w->format == SALA_F16 ? 0x7C00u
+                                                : 0x7F80u;
+    const uint16_t *half = (const uint16_t *)w->data;
+    const uint32_t *full = (const uint32_t *)w->data;
+    for (int64_t at = 0; at < count; at += 4096) {
+        int64_t end = count - at < 4096 ? count : at + 4096;
+        uint32_t bad = 0;
+        if (w->format == SALA_F32)
+            for (int64_t i = at; i < end; i++) bad |= (full[i] & exponent) == exponent;
+        else
+            for (int64_t i = at; i < end; i++) bad |= (half[i] & exponent) == exponent;
+        for (int64_t i = at; bad && i < end; i++)
+            if (((w->format == SALA_F32 ? full[i] : half[i]) & exponent) == exponent) return i;
+    }
+    return -1;
+}
+
+// Read every weight once. `ck` names the files; NULL for synthetic weights.
+static int sala__weights_check(const sala__env *env, const sala__config *c, sala__weights *w,
+                               sala__checkpoint *ck, sala_error *err) {
+    sala__item item;
+    int64_t done = 0;
+    for (int i = 0; i < sala__item_count(c); i++) {
+        if (!sala__item_at(c, w, i, &item)) continue;
+        int64_t at = sala__first_not_finite(item.weight);
+        if (at >= 0) {
+            const sala__tensor *t = ck ? sala__checkpoint_find(ck, item.name) : NULL;
+            return sala__fail(err, SALA_E_MODEL,
+                              "%s: tensor %s: row %lld, column %lld is NaN or infinite",
+                              t ? t->file : "synthetic weights", item.name,
+                              (long long)(at / item.k), (long long)(at % item.k));
+        }
+        done += sala__weight_bytes(item.weight);
+        sala__progress(env, "checking weights", (double)done / (double)w->bytes);
+    }
+    return 0;
+}
+
+// ---- synthetic weights: any geometry, no file ----
+
+static uint64_t sala__mix64(uint64_t z) { // splitmix64's output function
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+}
+
+// out[i] = BF16(offset + scale * u), u uniform in (-1, 1) by a hash of (seed, first_element + i): any range
+// may be filled alone and in any order. One hash gives four elements.
+static void sala__synthetic_fill(uint16_t *out, uint64_t first_element, uint64_t count,
+                                 uint64_t seed, float scale, float offset) {
+    enum { GROUPS = 64 };
+    uint64_t hash[GROUPS];
+    int16_t lanes[GROUPS * 4];
+    while (count) {
+        uint64_t group = first_element / 4, skip = first_element % 4;
+        uint64_t n = GROUPS * 4 - skip < count ? GROUPS * 4 - skip : count;
+        for (uint64_t g = 0; g < GROUPS; g++)
+            hash[g] = sala__mix64(seed + (group + g) * 0x9E3779B97F4A7C15u);
+        memcpy(lanes, hash, sizeof lanes);
+        for (uint64_t i = 0; i < n; i++) {
+            float u = ((float)lanes[skip + i] + 0.5f) * (1.0f / 32768.0f);
+            uint32_t bits = sala_f32_bits(offset + scale * u);
+            out[i] = (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >>
+                                16); // sala_f32_bf16 of a finite number
+        }
+        out += n;
+        first_element += n;
+        count -= n;
+    }
+}
+
+// Fill slice `part` of `parts` of every tensor: threads call it with their own number each. Variances are
+// such that activations keep their size from layer to layer: norms near 1, linear layers 1/k, the embedding
+// and the head without the model's own multipliers. Sparse q and k are three times as large, so that
+// attention is far from uniform and the choice of blocks means something.
+static void sala__weights_fill(const sala__config *c, sala__weights *w, uint64_t seed, int part,
+                               int parts) {
+    sala__item item;
+    for (int i = 0; i < sala__item_count(c); i++) {
+        if (!sala__item_at(c, w, i, &item)) continue;
+        int layer = i >= 1 && i <= c->dims.layers * SALA__RULES ? (i - 1) / SALA__RULES : -1;
+        const sala__layer *l = layer >= 0 && c->sparse[layer] ? &w->layers[layer] : NULL;
+        double sigma = 1 / sqrt((double)item.k), mean = 0;
+        if (item.k == 1)
+            sigma = 0.1, mean = 1;
+        else if (item.weight == &w->embed)
+            sigma = 1 / (double)c->dims.embed_scale;
+        else if (item.weight == &w->head)
+            sigma *= c->dims.logit_divisor;
+        else if (l && (item.weight == &l->q || item.weight == &l->k))
+            sigma *= 3;
+        uint64_t count = (uint64_t)item.n * (uint64_t)item.k, piece = count / (uint64_t)parts;
+        uint64_t from = piece * (uint64_t)part, to = part == parts - 1 ? count : from + piece;
+        uint16_t *data = (uint16_t *)(uintptr_t)item.weight->data;
+        float scale = (float)(sigma * sqrt(3.0)); // a uniform number in (-1, 1) has variance 1/3
+        sala__synthetic_fill(data + from, from, to - from, sala__mix64(seed + (uint64_t)i), scale,
+                             (float)mean);
+    }
+}
+
+// All tensors in one allocation, each at a multiple of 64 bytes, not yet filled.
+static int sala__weights_allocate(const sala__env *env, const sala__config *c, sala__weights *w,
+                                  sala_error *err) {
+    sala__item item;
+    int code = sala__weights_plan(env, c, w, err);
+    if (code < 0) return code;
+    size_t bytes = 64, at = 0;
+    for (int i = 0; i < sala__item_count(c); i++)
+        if (sala__item_at(c, w, i, &item))
+            bytes += ((size_t)sala__weight_bytes(item.weight) + 63) / 64 * 64;
+    w->owned = sala__alloc(env, bytes, 1, "synthetic weights", err);
+    if (!w->owned) {
+        sala__weights_free(env, w);
+        return SALA_E_MEMORY;
+    }
+    char *base = (char *)w->owned + (64 - (uintptr_t)w->owned % 64) % 64;
+    for (int i = 0; i < sala__item_count(c); i++) {
+        if (!sala__item_at(c, w, i, &item)) continue;
+        item.weight->data = base + at;
+        at += ((size_t)sala__weight_bytes(item.weight) + 63) / 64 * 64;
+    }
+    if (c->tied) w->head = w->embed;
+    return 0;
+}
+
+
+/* ------------------------------------------------------------------------------------------------
+   [5] TOKENIZER: tokenizer.json (byte-fallback BPE of the Llama family), streaming decode, ChatML
+
+   The judge is the Hugging Face `tokenizers` library: for valid UTF-8 the ids are the ones that it gives,
+   and so is the text of a decode. A text passes through these stages, each the library's:
+
+     added tokens as they stand -> normaliser -> normalised added tokens -> Metaspace -> BPE
+
+   BPE repeats "join the adjacent pair of lowest rank, leftmost first". Without a pre-tokenizer the whole
+   text is one word, so doing this naively is quadratic. Two things keep it O(n log n) and fast:
+   - A text is cut where no merge can ever join, see sala__joins. Words fall out of that by themselves.
+   - A short stretch is merged by scanning for the lowest rank, a long one with a heap of (rank, position).
+
+   Where we differ from the library, on purpose:
+   - Bytes that are not UTF-8 become byte tokens one by one, and byte tokens decode to the bytes that they
+     name. (The library takes only valid text, and replaces a whole run of byte tokens by U+FFFD when the
+     run is not valid UTF-8.) So every byte string survives encode and decode.
+   - Control tokens (special ones, BOS, EOS, the ChatML markers) come out of plain text in no way: merges
+     that would build one are dropped. Users cannot forge the end of a turn.
+   - A special token that is also "normalized" is left out of decoded text like all other special ones.
+   ------------------------------------------------------------------------------------------------ */
+
+#define SALA__TOKENIZER_FILE_MAX ((int64_t)64 << 20)
+#define SALA__STEPS 8       // of a normaliser or a decoder
+#define SALA__STEP_TEXT 32  // longest string in a step, bytes
+#define SALA__ADDED_MAX 256 // longest added token, bytes: bounds the work at each byte of a text
+#define SALA__SCAN_MAX 32   // longest stretch that is merged by scanning
+#define SALA__IM_START "<|im_start|>"
+#define SALA__IM_END "<|im_end|>"
+
+enum { // sala__token.flags
+    SALA__TOKEN_USED = 1,
+    SALA__TOKEN_MODEL = 2,       // in model.vocab: BPE may produce it
+    SALA__TOKEN_ADDED = 4,       // in added_tokens
+    SALA__TOKEN_SPECIAL = 8,     // left out of decoded text
+    SALA__TOKEN_CONTROL = 16,    // never made from plain text
+    SALA__TOKEN_NORMALIZED = 32, // added: searched for after the normaliser
+    SALA__TOKEN_LSTRIP = 64,     // added: swallows white space before it
+    SALA__TOKEN_RSTRIP = 128,    // added: swallows white space after it
+    SALA__TOKEN_SINGLE = 256     // added: only where no word character touches it
+};
+
+typedef struct sala__token {
+    uint32_t text, text_size;   // its string, in tokenizer.names
+    uint32_t shown, shown_size; // what it decodes to unless it comes first, in tokenizer.names
+    uint32_t flags;
+} sala__token;
+
+typedef struct sala__added { // a pattern to search a text for
+    const char *text;        // [size]
+    uint32_t size;
+    int32_t id;
+} sala__added;
+
+typedef struct sala__added_list { // sorted by bytes
+    sala__added *items;           // [count]
+    int32_t count;
+    sala__string bytes; // all patterns, one after the other
+    int32_t first[257]; // items[first[b] .. first[b + 1]) begin with byte b
+} sala__added_list;
+
+enum { SALA__PREPEND, SALA__REPLACE, SALA__STRIP, SALA__METASPACE };
+enum { SALA__PREFIX_ALWAYS, SALA__PREFIX_FIRST, SALA__PREFIX_NEVER };
+
+typedef struct sala__step { // of a normaliser or a decoder, or the pre-tokenizer
+    int type;
+    int from_size, to_size;
+    int count;                  // STRIP: at most so many characters
+    int prefix;                 // METASPACE: SALA__PREFIX_*
+    int split;                  // METASPACE: cut before each replacement character
+    char from[SALA__STEP_TEXT]; // REPLACE: pattern; STRIP, METASPACE: the character
+    char to[SALA__STEP_TEXT];   // REPLACE, PREPEND: what comes in
+} sala__step;
+
+typedef struct sala__merge { // a slot of the hash of merges; empty when id < 0
+    int32_t left, right;     // token ids
+    uint32_t rank;           // line in "merges": lower goes first
+    int32_t id;              // of the token that they make
+} sala__merge;
+
+typedef struct sala__tokenizer {
+    const sala__env *env;
+    const char *where;   // for messages while loading
+    int32_t limit;       // rows of the embedding: ids are below it
+    int32_t size;        // highest id + 1
+    sala__token *tokens; // [limit]
+    sala__string names;  // all strings of tokens
+    int32_t *by_name;    // [by_name_mask + 1] hash of token strings, -1: empty
+    uint32_t by_name_mask;
+
+    int32_t pages[0x1100]; // code point / 256 -> page of `chars`, or -1
+    int32_t *chars;        // [pages, 256] the token of a single character, or -1; page 0 is ASCII
+    size_t chars_size, chars_capacity;
+    int32_t bytes[256]; // the token "<0xNN>", or -1
+    int byte_fallback, fuse_unk, ignore_merges;
+    int32_t unk; // or -1
+
+    sala__merge *merges; // [merges_mask + 1]
+    uint32_t merges_mask;
+    uint64_t *merges_filter; // [(filter_mask + 1) / 64] bit of a pair's hash: is perhaps in merges
+    uint64_t *joins_filter;  // [(filter_mask + 1) / 64] likewise for sala__joins
+    uint32_t filter_mask;
+
+    sala__added_list raw,
+        normalized; // added tokens that are searched for before and after the normaliser
+    sala__step normalizer[SALA__STEPS], decoder[SALA__STEPS], metaspace, strip;
+    int normalizer_count, decoder_count;
+    int has_metaspace; // a pre-tokenizer
+    int join_spaces;   // no decoder: tokens are separated by spaces
+    int decode_bytes;  // "<0xNN>" is a byte
+    int has_strip;     // `strip` applies to the whole decoded text
+
+    int32_t bos, eos;          // or -1
+    int add_bos;               // the model's files ask for BOS
+    const char *template_name; // "chatml", "none" or "unrecognised"
+    int32_t im_start, im_end;  // ChatML markers, or -1
+} sala__tokenizer;
+
+// ---- UTF-8 and characters ----
+
+// The character at p: its length, and its code point; 0 when p does not begin with valid UTF-8.
+static int sala__utf8_get(const unsigned char *p, size_t size, uint32_t *code) {
+    if (size == 0) return 0;
+    uint32_t c = p[0];
+    *code = c;
+    if (c < 0x80) return 1;
+    if (c < 0xC2 || c > 0xF4 || size < 2 || (p[1] & 0xC0) != 0x80) return 0;
+    if (c < 0xE0) {
+        *code = (c & 31) << 6 | (p[1] & 63u);
+        return 2;
+    }
+    if (size < 3 || (p[2] & 0xC0) != 0x80) return 0;
+    if (c < 0xF0) {
+        *code = (c & 15) << 12 | (p[1] & 63u) << 6 | (p[2] & 63u);
+        return *code < 0x800 || (*code >= 0xD800 && *code < 0xE000) ? 0 : 3;
+    }
+    if (size < 4 || (p[3] & 0xC0) != 0x80) return 0;
+    *code = (c & 7) << 18 | (p[1] & 63u) << 12 | (p[2] & 63u) << 6 | (p[3] & 63u);
+    return *code < 0x10000 || *code > 0x10FFFF ? 0 : 4;
+}
+
+// The character that ends at p + size, likewise.
+static int sala__utf8_last(const unsigned char *p, size_t size, uint32_t *code) {
+    for (size_t n = 1; n <= 4 && n <= size; n++)
+        if (sala__utf8_get(p + size - n, n, code) == (int)n) return (int)n;
+    return 0;
+}
+
+// Is p[0 .. size), 1 to 3 bytes, the beginning of a valid character but not all of it?
+static int sala__utf8_partial(const unsigned char *p, size_t size) {
+    static const unsigned char fill[2] = {0x80, 0xBF}; // if either completes it, it was a beginning
+    uint32_t code;
+    for (int f = 0; f < 2; f++) {
+        unsigned char c[4] = {fill[f], fill[f], fill[f], fill[f]};
+        memcpy(c, p, size);
+        if (sala__utf8_get(c, 4, &code) > (int)size) return 1;
+    }
+    return 0;
+}
+
+static int sala__utf8_valid(const char *text, size_t size) {
+    const unsigned char *p = (const unsigned char *)text;
+    uint32_t code;
+    for (size_t i = 0; i < size;) {
+        int n = sala__utf8_get(p + i, size - i, &code);
+        if (n == 0) return 0;
+        i += (size_t)n;
+    }
+    return 1;
+}
+
+static int sala__is_space(uint32_t c) { // Unicode White_Space
+    if (c < 0x80) return c == ' ' || (c >= 9 && c <= 13);
+    return c == 0x85 || c == 0xA0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200A) || c == 0x2028 ||
+           c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
+}
+
+// Word characters (the library's \w, Unicode 16): alternating lengths of runs that are not and are.
+static const uint16_t sala__word_runs[] = {
+    48,    10,   7,     26,    4,     1,     1,     26,    47,    1,    10,    1,    4,     1,
+    5,     23,   1,     31,    1,     458,   4,     12,    14,    5,    7,     1,    1,     1,
+    17,    117,  1,     2,     2,     4,     1,     1,     6,     1,    1,     3,    1,     1,
+    1,     20,   1,     83,    1,     139,   1,     173,   1,     38,   2,     1,    6,     41,
+    8,     45,   1,     1,     1,     2,     1,     2,     1,     1,    8,     27,   4,     4,
+    29,    11,   5,     74,    4,     102,   1,     8,     2,     10,   1,     19,   2,     1,
+    16,    59,   2,     101,   14,    54,    4,     1,     2,     1,    2,     46,   18,    28,
+    4,     11,   5,     24,    1,     6,     8,     75,    1,     129,  2,     10,   1,     19,
+    1,     8,    2,     2,     2,     22,    1,     7,     1,     1,    3,     4,    2,     9,
+    2,     2,    2,     4,     8,     1,     4,     2,     1,     5,    2,     12,   10,    1,
+    1,     1,    2,     3,     1,     6,     4,     2,     2,     22,   1,     7,    1,     2,
+    1,     2,    1,     2,     2,     1,     1,     5,     4,     2,    2,     3,    3,     1,
+    7,     4,    1,     1,     7,     16,    11,    3,     1,     9,    1,     3,    1,     22,
+    1,     7,    1,     2,     1,     5,     2,     10,    1,     3,    1,     3,    2,     1,
+    15,    4,    2,     10,    9,     7,     1,     3,     1,     8,    2,     2,    2,     22,
+    1,     7,    1,     2,     1,     5,     2,     9,     2,     2,    2,     3,    7,     3,
+    4,     2,    1,     5,     2,     10,    1,     1,     16,    2,    1,     6,    3,     3,
+    1,     4,    3,     2,     1,     1,     1,     2,     3,     2,    3,     3,    3,     12,
+    4,     5,    3,     3,     1,     4,     2,     1,     6,     1,    14,    10,   16,    13,
+    1,     3,    1,     23,    1,     16,    2,     9,     1,     3,    1,     4,    7,     2,
+    1,     3,    2,     1,     2,     4,     2,     10,    16,    4,    1,     8,    1,     3,
+    1,     23,   1,     10,    1,     5,     2,     9,     1,     3,    1,     4,    7,     2,
+    6,     2,    1,     4,     2,     10,    1,     3,     12,    13,   1,     3,    1,     51,
+    1,     3,    1,     5,     5,     4,     7,     5,     2,     10,   10,    6,    1,     3,
+    1,     18,   3,     24,    1,     9,     1,     1,     2,     7,    3,     1,    4,     6,
+    1,     1,    1,     8,     6,     10,    2,     2,     13,    58,   5,     15,   1,     10,
+    39,    2,    1,     1,     1,     5,     1,     24,    1,     1,    1,     23,   2,     5,
+    1,     1,    1,     7,     1,     10,    2,     4,     32,    1,    23,    2,    6,     10,
+    11,    1,    1,     1,     1,     1,     4,     10,    1,     36,   4,     20,   1,     18,
+    1,     36,   9,     1,     57,    74,    6,     78,    2,     38,   1,     1,    5,     1,
+    2,     43,   1,     333,   1,     4,     2,     7,     1,     1,    1,     4,    2,     41,
+    1,     4,    2,     33,    1,     4,     2,     7,     1,     1,    1,     4,    2,     15,
+    1,     57,   1,     4,     2,     67,    2,     3,     32,    16,   16,    86,   2,     6,
+    3,     620,  2,     17,    1,     26,    5,     75,    3,     11,   7,     22,   9,     22,
+    11,    20,   12,    13,    1,     3,     1,     2,     12,    84,   3,     1,    4,     2,
+    2,     10,   33,    3,     1,     11,    6,     89,    7,     43,   5,     70,   10,    31,
+    1,     12,   4,     12,    10,    40,    2,     5,     11,    44,   4,     26,   6,     10,
+    38,    28,   4,     63,    1,     29,    2,     11,    6,     10,   13,    1,    8,     31,
+    49,    77,   3,     10,    17,    9,     12,    116,   12,    56,   8,     10,   3,     49,
+    2,     11,   5,     43,    2,     3,     16,    3,     1,     39,   5,     534,  2,     6,
+    2,     38,   2,     6,     2,     8,     1,     1,     1,     1,    1,     1,    1,     31,
+    2,     53,   1,     7,     1,     1,     3,     3,     1,     7,    3,     4,    2,     6,
+    4,     13,   5,     3,     1,     7,     15,    2,     49,    2,    19,    1,    28,    1,
+    13,    1,    16,    13,    51,    33,    17,    1,     4,     1,    2,     10,   1,     1,
+    3,     5,    6,     1,     1,     1,     1,     1,     1,     4,    1,     11,   2,     4,
+    5,     5,    4,     1,     17,    41,    813,   52,    1814,  229,  6,     9,    12,    38,
+    1,     1,    5,     1,     2,     56,    7,     1,     15,    24,   9,     7,    1,     7,
+    1,     7,    1,     7,     1,     7,     1,     7,     1,     7,    1,     7,    1,     32,
+    47,    1,    469,   3,     25,    15,    1,     5,     2,     5,    4,     86,   2,     2,
+    2,     3,    1,     90,    1,     4,     5,     43,    1,     94,   17,    32,   48,    16,
+    512,   6592, 64,    22157, 67,    46,    2,     269,   3,     28,   20,    51,   1,     10,
+    1,     115,  37,    9,     2,     103,   2,     67,    2,     2,    1,     1,    1,     8,
+    21,    54,   4,     1,     19,    52,    12,    70,    10,    10,   6,     24,   3,     1,
+    1,     49,   2,     36,    12,    29,    3,     65,    14,    11,   6,     31,   1,     55,
+    9,     14,   2,     10,    6,     23,    3,     73,    24,    3,    2,     16,   2,     5,
+    10,    6,    2,     6,     2,     6,     9,     7,     1,     7,    1,     43,   1,     14,
+    6,     123,  1,     2,     2,     10,    6,     11172, 12,    23,   4,     49,   8452,  366,
+    2,     106,  38,    7,     12,    5,     5,     12,    1,     13,   1,     5,    1,     1,
+    1,     2,    1,     2,     1,     108,   33,    363,   18,    64,   2,     54,   40,    12,
+    4,     16,   16,    16,    3,     2,     24,    3,     32,    5,    1,     135,  19,    10,
+    7,     26,   4,     1,     1,     26,    11,    89,    3,     6,    2,     6,    2,     6,
+    2,     3,    35,    12,    1,     26,    1,     19,    1,     2,    1,     15,   2,     14,
+    34,    123,  69,    53,    136,   1,     130,   29,    3,     49,   15,    1,    31,    32,
+    13,    30,   5,     43,    5,     30,    2,     36,    4,     8,    1,     5,    42,    158,
+    2,     10,   6,     36,    4,     36,    4,     40,    8,     52,   12,    11,   1,     15,
+    1,     7,    1,     2,     1,     11,    1,     15,    1,     7,    1,     2,    3,     52,
+    12,    311,  9,     22,    10,    8,     24,    6,     1,     42,   1,     9,    69,    6,
+    2,     1,    1,     44,    1,     2,     3,     1,     2,     23,   10,    23,   9,     31,
+    65,    19,   1,     2,     10,    22,    10,    26,    70,    56,   6,     2,    64,    4,
+    1,     2,    5,     8,     1,     3,     1,     29,    2,     3,    4,     1,    32,    29,
+    3,     29,   35,    8,     1,     30,    25,    54,    10,    22,   10,    19,   13,    18,
+    110,   73,   55,    51,    13,    51,    13,    40,    8,     10,   6,     38,   3,     5,
+    1,     23,   250,   42,    1,     2,     3,     2,     16,    3,    55,    33,   10,    1,
+    8,     33,   31,    22,    42,    21,    27,    23,    9,     71,   31,    16,   9,     60,
+    7,     1,    13,    25,    7,     10,    6,     53,    1,     10,   4,     4,    8,     36,
+    2,     1,    9,     69,    4,     4,     1,     13,    1,     1,    35,    18,   1,     37,
+    6,     4,    62,    7,     1,     1,     1,     4,     1,     15,   1,     10,   7,     59,
+    5,     10,   6,     4,     1,     8,     2,     2,     2,     22,   1,     7,    1,     2,
+    1,     5,    1,     10,    2,     2,     2,     3,     2,     1,    6,     1,    5,     7,
+    2,     7,    3,     5,     11,    10,    1,     1,     2,     1,    1,     38,   1,     10,
+    1,     1,    2,     1,     1,     4,     1,     8,     13,    2,    29,    75,   5,     10,
+    4,     4,    30,    70,    1,     1,     8,     10,    166,   54,   2,     9,    23,    6,
+    34,    65,   3,     1,     11,    10,    38,    57,    7,     10,   6,     20,   28,    27,
+    2,     15,   4,     10,    6,     7,     185,   59,    101,   74,   21,    8,    2,     1,
+    2,     8,    1,     2,     1,     30,    1,     2,     2,     9,    12,    10,   70,    8,
+    2,     46,   2,     8,     1,     2,     27,    63,    8,     1,    8,     74,   3,     1,
+    18,    73,   199,   33,    15,    10,    6,     9,     1,     45,   1,     9,    15,    10,
+    24,    30,   2,     22,    1,     14,    73,    7,     1,     2,    1,     44,   3,     1,
+    1,     2,    1,     9,     8,     10,    6,     6,     1,     2,    1,     37,   1,     2,
+    1,     6,    7,     10,    310,   23,    9,     17,    1,     41,   3,     5,    13,    11,
+    85,    1,    79,    922,   102,   111,   17,    196,   2636,  97,   15,    1072, 16,    22,
+    10,    3995, 5,     583,   6841,  58,    1734,  569,   7,     31,   1,     10,   6,     79,
+    1,     10,   6,     30,    2,     5,     11,    55,    9,     4,    12,    10,   9,     21,
+    5,     19,   432,   45,    3,     10,    198,   64,    128,   75,   4,     57,   7,     17,
+    64,    2,    1,     2,     11,    2,     14,    6136,  8,     1238, 41,    10,   8935,  4,
+    1,     7,    1,     2,     1,     291,   15,    1,     29,    3,    2,     1,    14,    4,
+    8,     396,  2308,  107,   5,     13,    3,     9,     7,     10,   3,     2,    4177,  10,
+    518,   46,   2,     23,    542,   5,     3,     6,     8,     8,    2,     7,    30,    4,
+    148,   3,    443,   85,    1,     71,    1,     2,     2,     1,    2,     2,    2,     4,
+    1,     12,   1,     1,     1,     7,     1,     65,    1,     4,    2,     8,    1,     7,
+    1,     28,   1,     4,     1,     5,     1,     1,     3,     7,    1,     340,  2,     25,
+    1,     25,   1,     31,    1,     25,    1,     31,    1,     25,   1,     31,   1,     25,
+    1,     31,   1,     25,    1,     8,     2,     50,    512,   55,   4,     50,   8,     1,
+    14,    1,    22,    5,     1,     15,    1104,  31,    6,     6,    213,   7,    1,     17,
+    2,     7,    1,     2,     1,     5,     5,     62,    33,    1,    112,   45,   3,     14,
+    2,     10,   4,     1,     321,   31,    17,    58,    470,   42,   214,   43,   485,   7,
+    1,     4,    1,     2,     1,     15,    1,     197,   11,    7,    41,    76,   4,     10,
+    1190,  4,    1,     27,    1,     2,     1,     1,     2,     1,    1,     10,   1,     4,
+    1,     1,    1,     1,     6,     1,     4,     1,     1,     1,    1,     1,    1,     3,
+    1,     2,    1,     1,     2,     1,     1,     1,     1,     1,    1,     1,    1,     1,
+    1,     2,    1,     1,     2,     4,     1,     7,     1,     4,    1,     4,    1,     1,
+    1,     10,   1,     17,    5,     3,     1,     5,     1,     17,   628,   26,   6,     26,
+    6,     26,   2662,  10,    1030,  42720, 32,    4154,  6,     222,  2,     5762, 14,    7473,
+    15,    622,  2466,  542,   1506,  4939,  5,     4192,  65535, 0,    65535, 0,    65535, 0,
+    65535, 0,    65535, 0,     65535, 0,     65535, 0,     65535, 0,    65535, 0,    65535, 0,
+    56666, 240,
+};
+
+static int sala__is_word(uint32_t c) {
+    uint32_t end = 0;
+    if (c < 0x80) {
+        return (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') ||
+               c == '_';
+    }
+    if (c >= 0xE01F0) return 0; // the table ends here
+    for (size_t i = 0; i < sizeof sala__word_runs / sizeof *sala__word_runs; i++) {
+        end += sala__word_runs[i];
+        if (c < end) return (int)(i & 1);
+    }
+    return 0;
+}
+
+// ---- steps: the small string operations that normalisers and decoders are made of ----
+
+// Append text with each `from` replaced by `to`, left to right without overlap.
+static int sala__replace(const sala__env *env, const sala__step *s, const char *text, size_t size,
+                         sala__string *out, sala_error *err) {
+    size_t at = 0, n = (size_t)s->from_size;
+    int code = 0;
+    for (size_t i = 0; size - i >= n && code >= 0;) {
+        const char *hit = (const char *)memchr(text + i, s->from[0], size - i - n + 1);
+        if (!hit) break;
+        i = (size_t)(hit - text);
+        if (memcmp(hit, s->from, n) != 0) {
+            i++;
+            continue;
+        }
+        code = sala__append(env, out, text + at, i - at, err);
+        if (code >= 0) code = sala__append(env, out, s->to, (size_t)s->to_size, err);
+        at = i = i + n;
+    }
+    return code < 0 ? code : sala__append(env, out, text + at, size - at, err);
+}
+
+static int sala__starts(const char *text, size_t size, const char *with, int with_size) {
+    return size >= (size_t)with_size && memcmp(text, with, (size_t)with_size) == 0;
+}
+
+// One step on `text`, appended to `out`. `first`: the text is the first token of a decode.
+static int sala__run_step(const sala__env *env, const sala__step *s, const char *text, size_t size,
+                          int first, sala__string *out, sala_error *err) {
+    sala__step drop;
+    int code;
+    switch (s->type) {
+    case SALA__PREPEND:
+        if (size == 0) return sala__append(env, out, "", 0, err);
+        code = sala__append(env, out, s->to, (size_t)s->to_size, err);
+        return code < 0 ? code : sala__append(env, out, text, size, err);
+    case SALA__STRIP:
+        for (int i = 0; i < s->count && sala__starts(text, size, s->from, s->from_size); i++) {
+            text += s->from_size;
+            size -= (size_t)s->from_size;
+        }
+        return sala__append(env, out, text, size, err);
+    case SALA__METASPACE: // as a decoder: a space, or nothing at all in the first token
+        drop = *s;
+        drop.to[0] = ' ';
+        drop.to_size = first && s->prefix != SALA__PREFIX_NEVER ? 0 : 1;
+        return sala__replace(env, &drop, text, size, out, err);
+    default: return sala__replace(env, s, text, size, out, err);
+    }
+}
+
+// All steps, one after the other; the result is in *out, *spare is working space. Both are overwritten.
+static int sala__run_steps(const sala__env *env, const sala__step *steps, int count,
+                           const char *text, size_t size, int first, sala__string *out,
+                           sala__string *spare, sala_error *err) {
+    out->size = 0;
+    int code = count ? 0 : sala__append(env, out, text, size, err);
+    for (int i = 0; i < count && code >= 0; i++) {
+        sala__string swap = *out;
+        *out = *spare;
+        *spare = swap; // holds the text so far
+        out->size = 0;
+        code = i == 0 ? sala__run_step(env, &steps[i], text, size, first, out, err)
+                      : sala__run_step(env, &steps[i], spare->data, spare->size, first, out, err);
+    }
+    return code;
+}
+
+// ---- lookups ----
+
+static uint32_t sala__hash_pair(int32_t a, int32_t b) {
+    uint64_t h = ((uint64_t)(uint32_t)a << 32 | (uint32_t)b) * 0x9E3779B97F4A7C15u;
+    return (uint32_t)(h >> 32) ^ (uint32_t)(h >> 11);
+}
+
+static int sala__filter_has(const uint64_t *filter, uint32_t bit) {
+    return (int)(filter[bit >> 6] >> (bit & 63) & 1);
+}
+
+// The merge of two adjacent symbols, or NULL.
+static const sala__merge *sala__find_merge(const sala__tokenizer *t, int32_t left, int32_t right) {
+    uint32_t h = sala__hash_pair(left, right);
+    if (!sala__filter_has(t->merges_filter, h & t->filter_mask)) return NULL;
+    for (uint32_t i = h & t->merges_mask; t->merges[i].id >= 0; i = (i + 1) & t->merges_mask)
+        if (t->merges[i].left == left && t->merges[i].right == right) return &t->merges[i];
+    return NULL;
+}
+
+/*  Can a merge ever join what is left of the border between the initial symbols a and b with what is right of it?
+    If not, the text may be cut there: both sides are merged as if the other did not exist.
+
+    Proof. A symbol is a run of initial symbols. Suppose that some merge (L, R) is the first to cross the border;
+    then L ends with the initial symbol a and R begins with b. When no merge names a byte token or the unknown token
+    as a part (sala__load_joins checks it, and otherwise lets everything join), symbols that take part in merges consist of
+    single-character tokens only, and their token's string is the string of those characters. So a is the token of
+    the last character of L's string and b the token of the first character of R's: exactly such pairs are in the
+    filter. The filter is a hash set without false negatives; a false positive only makes a stretch longer.
+    Merges on one side never depend on the other side: the next merge of a stretch is its own lowest rank. */
+static int sala__joins(const sala__tokenizer *t, int32_t a, int32_t b) {
+    return sala__filter_has(t->joins_filter, sala__hash_pair(a, b) & t->filter_mask);
+}
+
+static uint32_t sala__hash_text(const char *text, size_t size) { // FNV-1a
+    uint64_t h = 0xCBF29CE484222325u;
+    for (size_t i = 0; i < size; i++) h = (h ^ (unsigned char)text[i]) * 0x100000001B3u;
+    return (uint32_t)(h ^ h >> 32);
+}
+
+// The slot of a token string in by_name: its own, or the empty one where it belongs.
+static uint32_t sala__name_slot(const sala__tokenizer *t, const char *text, size_t size) {
+    uint32_t i = sala__hash_text(text, size) & t->by_name_mask;
+    for (; t->by_name[i] >= 0; i = (i + 1) & t->by_name_mask) {
+        const sala__token *k = &t->tokens[t->by_name[i]];
+        if (k->text_size == size && memcmp(t->names.data + k->text, text, size) == 0) break;
+    }
+    return i;
+}
+
+// The id of a token string, or -1.
+static int32_t sala__find_token(const sala__tokenizer *t, const char *text, size_t size) {
+    return t->by_name[sala__name_slot(t, text, size)];
+}
+
+static int32_t sala__find_model_token(const sala__tokenizer *t, const char *text, size_t size) {
+    int32_t id = sala__find_token(t, text, size);
+    return id >= 0 && (t->tokens[id].flags & SALA__TOKEN_MODEL) ? id : -1;
+}
+
+static int32_t sala__char_token(const sala__tokenizer *t, uint32_t code) {
+    int32_t page = t->pages[code >> 8];
+    return page < 0 ? -1 : t->chars[(size_t)page * 256 + (code & 255)];
+}
+
+// ---- BPE ----
+
+typedef struct sala__encoder {
+    const sala__tokenizer *t;
+    const sala__env *env;
+    sala_error *err;
+    int special;  // SALA_PARSE_SPECIAL
+    int32_t *ids; // [count] the result
+    size_t count, capacity;
+    int32_t *symbols; // [symbol_count] the stretch that is being collected
+    size_t symbol_count, symbol_capacity;
+    sala__string text, spare, piece;
+} sala__encoder;
+
+static int sala__push_id(sala__encoder *e, int32_t id) {
+    if (e->count == e->capacity) {
+        int code = sala__grow(e->env, (void **)&e->ids, &e->capacity, e->count + 1, sizeof *e->ids,
+                              "tokens", e->err);
+        if (code < 0) return code;
+    }
+    e->ids[e->count++] = id;
+    return 0;
+}
+
+// Merge ids[0 .. n), n <= SALA__SCAN_MAX, in place; returns how many are left.
+static size_t sala__merge_scan(const sala__tokenizer *t, int32_t *ids, size_t n) {
+    const sala__merge *m[SALA__SCAN_MAX]; // m[i]: the merge of i and i + 1
+    for (size_t i = 0; i + 1 < n; i++) m[i] = sala__find_merge(t, ids[i], ids[i + 1]);
+    for (;;) {
+        size_t best = n;
+        uint32_t rank = UINT32_MAX;
+        for (size_t i = 0; i + 1 < n; i++) {
+            if (m[i] && m[i]->rank < rank) {
+                rank = m[i]->rank;
+                best = i;
+            }
+        }
+        if (best == n) return n;
+        ids[best] = m[best]->id;
+        n--;
+        for (size_t i = best + 1; i < n; i++) {
+            ids[i] = ids[i + 1];
+            m[i - 1] = m[i];
+        }
+        if (best > 0) m[best - 1] = sala__find_merge(t, ids[best - 1], ids[best]);
+        if (best + 1 < n) m[best] = sala__find_merge(t, ids[best], ids[best + 1]);
+    }
+}
+
+static void sala__heap_push(uint64_t *heap, size_t *count, uint64_t key) {
+    size_t i = (*count)++;
+    for (; i > 0 && heap[(i - 1) / 2] > key; i = (i - 1) / 2) heap[i] = heap[(i - 1) / 2];
+    heap[i] = key;
+}
+
+static uint64_t sala__heap_pop(uint64_t *heap, size_t *count) {
+    uint64_t top = heap[0], key = heap[--*count];
+    size_t n = *count, i = 0;
+    for (size_t c = 1; c < n; c = 2 * i + 1) {
+        if (c + 1 < n && heap[c + 1] < heap[c]) c++;
+        if (heap[c] >= key) break;
+        heap[i] = heap[c];
+        i = c;
+    }
+    heap[i] = key;
+    return top;
+}
+
+// Merge any number of symbols in place, in O(n log n). `*n` becomes how many are left. The heap holds
+// rank << 32 | position of the left symbol; an entry is stale when the pair that now stands there has another rank.
+static int sala__merge_heap(sala__encoder *e, int32_t *ids, size_t *n) {
+    const sala__tokenizer *t = e->t;
+    // A merge takes one entry and puts in at most two, so there are never more than 2n.
+    char *block = (char *)sala__alloc(e->env, *n, 2 * sizeof(uint64_t) + 2 * sizeof(uint32_t),
+                                      "merging", e->err);
+    if (!block) return SALA_E_MEMORY;
+    uint64_t *heap = (uint64_t *)(void *)block;                               // [2n]
+    uint32_t *next = (uint32_t *)(void *)(block + *n * 2 * sizeof(uint64_t)); // [n], n: none
+    uint32_t *prev = next + *n; // [n], UINT32_MAX: none
+    uint32_t end = (uint32_t)*n;
+    size_t count = 0, left = 0;
+    for (uint32_t i = 0; i < end; i++) {
+        const sala__merge *m = i + 1 < end ? sala__find_merge(t, ids[i], ids[i + 1]) : NULL;
+        next[i] = i + 1;
+        prev[i] = i - 1;
+        if (m) sala__heap_push(heap, &count, (uint64_t)m->rank << 32 | i);
+    }
+    while (count) {
+        uint64_t key = sala__heap_pop(heap, &count);
+        uint32_t i = (uint32_t)key, k = next[i];
+        if (ids[i] < 0 || k == end) continue;
+        const sala__merge *m = sala__find_merge(t, ids[i], ids[k]);
+        if (!m || m->rank != key >> 32) continue;
+        ids[i] = m->id;
+        ids[k] = -1;
+        next[i] = next[k];
+        if (next[i] < end) {
+            prev[next[i]] = i;
+            m = sala__find_merge(t, ids[i], ids[next[i]]);
+            if (m) sala__heap_push(heap, &count, (uint64_t)m->rank << 32 | i);
+        }
+        if (prev[i] != UINT32_MAX) {
+            m = sala__find_merge(t, ids[prev[i]], ids[i]);
+            if (m) sala__heap_push(heap, &count, (uint64_t)m->rank << 32 | prev[i]);
+        }
+    }
+    for (size_t i = 0; i < *n; i++)
+        if (ids[i] >= 0) ids[left++] = ids[i];
+    *n = left;
+    sala__release(e->env, block);
+    return 0;
+}
+
+// Merge the stretch that was collected, and put it out.
+static int sala__flush_symbols(sala__encoder *e) {
+    size_t n = e->symbol_count;
+    int code = 0;
+    e->symbol_count = 0;
+    if (n > SALA__SCAN_MAX) {
+        if ((code = sala__merge_heap(e, e->symbols, &n)) < 0) return code;
+    } else if (n > 1) {
+        n = sala__merge_scan(e->t, e->symbols, n);
+    }
+    for (size_t i = 0; i < n && code >= 0; i++) code = sala__push_id(e, e->symbols[i]);
+    return code;
+}
+
+static int sala__push_symbol(sala__encoder *e, int32_t id) {
+    int code = 0;
+    if (e->symbol_count && !sala__joins(e->t, e->symbols[e->symbol_count - 1], id))
+        code = sala__flush_symbols(e);
+    if (code >= 0 && e->symbol_count == e->symbol_capacity)
+        code = sala__grow(e->env, (void **)&e->symbols, &e->symbol_capacity, e->symbol_count + 1,
+                          sizeof *e->symbols, "symbols", e->err);
+    if (code >= 0) e->symbols[e->symbol_count++] = id;
+    return code;
+}
+
+// A character (or one byte that is not UTF-8) that has no token. Bytes if all of them have tokens; else it is unknown.
+// `*unknown` counts the unknown tokens that are due; the library holds them back until the next character that has
+// a token, even past byte tokens, and so do we.
+static int sala__push_missing(sala__encoder *e, const unsigned char *p, int size, size_t *unknown) {
+    const sala__tokenizer *t = e->t;
+    int code = 0, fall_back = t->byte_fallback;
+    for (int i = 0; i < size; i++) fall_back = fall_back && t->bytes[p[i]] >= 0;
+    if (fall_back) {
+        for (int i = 0; i < size && code >= 0; i++) code = sala__push_symbol(e, t->bytes[p[i]]);
+    } else if (*unknown && !t->fuse_unk) {
+        code = sala__push_symbol(e, t->unk);
+    } else {
+        *unknown = 1;
+    }
+    return code;
+}
+
+// One word: text that the model sees as a whole.
+static int sala__encode_word(sala__encoder *e, const char *text, size_t size) {
+    const sala__tokenizer *t = e->t;
+    const unsigned char *p = (const unsigned char *)text;
+    size_t unknown = 0;
+    int code = 0;
+    if (t->ignore_merges) {
+        int32_t id = sala__find_model_token(t, text, size);
+        if (id >= 0 && !(t->tokens[id].flags & SALA__TOKEN_CONTROL)) return sala__push_id(e, id);
+    }
+    for (size_t i = 0; i < size && code >= 0;) {
+        uint32_t c = p[i];
+        int n = c < 0x80 ? 1 : sala__utf8_get(p + i, size - i, &c);
+        int32_t id = n ? sala__char_token(t, c) : -1;
+        if (n == 0) n = 1;
+        if (id < 0) {
+            code = sala__push_missing(e, p + i, n, &unknown);
+        } else {
+            if (unknown) code = sala__push_symbol(e, t->unk);
+            unknown = 0;
+            if (code >= 0) code = sala__push_symbol(e, id);
+        }
+        i += (size_t)n;
+    }
+    if (unknown && code >= 0) code = sala__push_symbol(e, t->unk);
+    return code < 0 ? code : sala__flush_symbols(e);
+}
+
+// ---- from text to words ----
+
+// Cuts a text at added tokens, as the library does it: leftmost, longest, no overlap; a match that is passed over
+// (a control token in plain text, a "single word" inside a word) still uses up its characters.
+typedef struct sala__splitter {
+    const sala__tokenizer *t;
+    const sala__added_list *list;
+    const char *text; // [size]
+    size_t size;
+    int special;
+    size_t at;                   // search goes on here
+    size_t done;                 // all before this was given out
+    size_t space_from, space_to; // a run of white space that is already known
+    int32_t token;               // found, but the text before it goes out first; -1: none
+    size_t token_from, token_to;
+} sala__splitter;
+
+// The longest added token that begins at p; NULL if none does. At each byte the range of candidates narrows.
+static const sala__added *sala__match_added(const sala__added_list *list, const char *p,
+                                            size_t size) {
+    const sala__added *best = NULL;
+    int32_t low = list->first[(unsigned char)*p], high = list->first[(unsigned char)*p + 1];
+    for (uint32_t depth = 1; low < high; depth++) {
+        if (list->items[low].size == depth) best = &list->items[low++];
+        if (depth >= size) break;
+        unsigned char c = (unsigned char)p[depth];
+        int32_t a = low, b = high;
+        while (a < b) { // first with a byte >= c
+            int32_t mid = a + (b - a) / 2;
+            if ((unsigned char)list->items[mid].text[depth] < c)
+                a = mid + 1;
+            else
+                b = mid;
+        }
+        low = a;
+        b = high;
+        while (a < b) { // first with a byte > c
+            int32_t mid = a + (b - a) / 2;
+            if ((unsigned char)list->items[mid].text[depth] <= c)
+                a = mid + 1;
+            else
+                b = mid;
+        }
+        high = a;
+    }
+    return best;
+}
+
+static int sala__is_single_word(const sala__splitter *s, size_t from, size_t to) {
+    const unsigned char *p = (const unsigned char *)s->text;
+    uint32_t code;
+    if (sala__utf8_last(p, from, &code) && sala__is_word(code)) return 0;
+    return !(sala__utf8_get(p + to, s->size - to, &code) && sala__is_word(code));
+}
+
+// White space around a match is its own if it says so. What was given out already stays given out.
+static void sala__widen_match(sala__splitter *s, uint32_t flags, size_t *from, size_t *to) {
+    const unsigned char *p = (const unsigned char *)s->text;
+    uint32_t code;
+    int n;
+    if (flags & SALA__TOKEN_LSTRIP) {
+        while (*from > s->done && (n = sala__utf8_last(p, *from, &code)) > 0 &&
+               sala__is_space(code))
+            *from -= (size_t)n;
+        if (*from < s->done) *from = s->done;
+    }
+    if (flags & SALA__TOKEN_RSTRIP) {
+        if (*to < s->space_from ||
+            *to > s->space_to) { // else the run was measured before: stay linear
+            s->space_from = s->space_to = *to;
+            while ((n = sala__utf8_get(p + s->space_to, s->size - s->space_to, &code)) > 0 &&
+                   sala__is_space(code))
+                s->space_to += (size_t)n;
+        }
+        *to = s->space_to;
+    }
+}
+
+// The next piece: 1 and its range, with *id the added token or -1 for text; 0 at the end.
+static int sala__next_piece(sala__splitter *s, size_t *from, size_t *to, int32_t *id) {
+    for (;;) {
+        if (s->token >= 0) {
+            *id = s->token;
+            *from = s->token_from;
+            *to = s->done = s->token_to;
+            s->token = -1;
+            if (*from < *to) return 1;
+        }
+        while (s->at < s->size && s->token < 0) {
+            const sala__added *a = sala__match_added(s->list, s->text + s->at, s->size - s->at);
+            if (!a) {
+                s->at++;
+                continue;
+            }
+            uint32_t flags = s->t->tokens[a->id].flags;
+            size_t begin = s->at, end = begin + a->size;
+            s->at = end;
+            if (!s->special && (flags & SALA__TOKEN_CONTROL)) continue;
+            if ((flags & SALA__TOKEN_SINGLE) && !sala__is_single_word(s, begin, end)) continue;
+            sala__widen_match(s, flags, &begin, &end);
+            s->token = a->id;
+            s->token_from = begin;
+            s->token_to = end;
+        }
+        *id = -1;
+        *from = s->done;
+        *to = s->token >= 0 ? s->token_from : s->size;
+        s->done = *to > s->done ? *to : s->done;
+        if (*from < *to) return 1;
+        if (s->token < 0) return 0;
+    }
+}
+
+static void sala__split_start(sala__splitter *s, const sala__encoder *e,
+                              const sala__added_list *list, const char *text, size_t size) {
+    memset(s, 0, sizeof *s);
+    s->t = e->t;
+    s->list = list;
+    s->text = text;
+    s->size = size;
+    s->special = e->special;
+    s->space_from = s->space_to = SIZE_MAX;
+    s->token = -1;
+    if (list->count == 0) s->at = size;
+}
+
+// The pre-tokenizer. `start`: the piece begins where the whole text begins.
+static int sala__encode_words(sala__encoder *e, const char *text, size_t size, int start) {
+    const sala__step *m = &e->t->metaspace;
+    if (!e->t->has_metaspace) return sala__encode_word(e, text, size);
+    size_t n = (size_t)m->to_size;
+    int code = 0,
+        prefix = m->prefix == SALA__PREFIX_ALWAYS || (m->prefix == SALA__PREFIX_FIRST && start);
+    e->piece.size = 0;
+    if (prefix && text[0] != ' ' && !sala__starts(text, size, m->to, m->to_size))
+        code = sala__append(e->env, &e->piece, m->to, n, e->err);
+    if (code >= 0) code = sala__replace(e->env, m, text, size, &e->piece, e->err);
+    if (code < 0) return code;
+    if (!m->split) return sala__encode_word(e, e->piece.data, e->piece.size);
+    const char *p = e->piece.data, *end = p + e->piece.size;
+    while (p < end && code >= 0) {
+        const char *stop = p + 1;
+        while (stop < end &&
+               !(*stop == m->to[0] && sala__starts(stop, (size_t)(end - stop), m->to, m->to_size)))
+            stop++;
+        code = sala__encode_word(e, p, (size_t)(stop - p));
+        p = stop;
+    }
+    return code;
+}
+
+// Text that holds none of the added tokens that are searched for before the normaliser.
+static int sala__encode_piece(sala__encoder *e, const char *text, size_t size, int start) {
+    const sala__tokenizer *t = e->t;
+    sala__splitter s;
+    size_t from, to;
+    int32_t id;
+    int code = 0;
+    if (t->normalizer_count) {
+        code = sala__run_steps(e->env, t->normalizer, t->normalizer_count, text, size, 0, &e->text,
+                               &e->spare, e->err);
+        if (code < 0) return code;
+        text = e->text.data;
+        size = e->text.size;
+        if (size > INT32_MAX)
+            return sala__fail(e->err, SALA_E_ARGUMENT, "the normalised text is longer than 2 GiB");
+    }
+    sala__split_start(&s, e, &t->normalized, text, size);
+    while (code >= 0 && sala__next_piece(&s, &from, &to, &id)) {
+        if (id >= 0)
+            code = sala__push_id(e, id);
+        else
+            code = sala__encode_words(e, text + from, to - from, start && from == 0);
+    }
+    return code;
+}
+
+static int sala__encode_text(sala__encoder *e, const char *text, size_t size, int start) {
+    sala__splitter s;
+    size_t from, to;
+    int32_t id;
+    int code = 0;
+    sala__split_start(&s, e, &e->t->raw, text, size);
+    while (code >= 0 && sala__next_piece(&s, &from, &to, &id)) {
+        if (id >= 0)
+            code = sala__push_id(e, id);
+        else
+            code = sala__encode_piece(e, text + from, to - from, start && from == 0);
+    }
+    return code;
+}
+
+static void sala__encoder_start(sala__encoder *e, const sala__tokenizer *t, int special,
+                                sala_error *err) {
+    memset(e, 0, sizeof *e);
+    e->t = t;
+    e->env = t->env;
+    e->err = err;
+    e->special = special;
+}
+
+// Hand over the ids if `code` is no error; release everything else.
+static int64_t sala__encoder_finish(sala__encoder *e, int code, int32_t **out) {
+    if (code >= 0) // an array even when it is empty: the caller releases it in any case
+        code =
+            sala__grow(e->env, (void **)&e->ids, &e->capacity, 1, sizeof *e->ids, "tokens", e->err);
+    *out = code < 0 ? NULL : e->ids;
+    if (code < 0) sala__release(e->env, e->ids);
+    sala__release(e->env, e->symbols);
+    sala__release(e->env, e->text.data);
+    sala__release(e->env, e->spare.data);
+    sala__release(e->env, e->piece.data);
+    return code < 0 ? code : (int64_t)e->count;
+}
+
+// Encode text. `flags`: SALA_ADD_BOS | SALA_PARSE_SPECIAL. Returns the number of ids, *out for sala__release.
+static int64_t sala__encode(const sala__tokenizer *t, const char *text, size_t bytes, int flags,
+                            int32_t **out, sala_error *err) {
+    sala__encoder e;
+    int code = 0;
+    *out = NULL;
+    if (bytes > INT32_MAX)
+        return sala__fail(err, SALA_E_ARGUMENT, "a text of %zu bytes is longer than 2 GiB", bytes);
+    sala__encoder_start(&e, t, (flags & SALA_PARSE_SPECIAL) != 0, err);
+    if ((flags & SALA_ADD_BOS) && t->add_bos) code = sala__push_id(&e, t->bos);
+    if (code >= 0) code = sala__encode_text(&e, text, bytes, 1);
+    return sala__encoder_finish(&e, code, out);
+}
+
+// ---- decode ----
+
+typedef struct sala__stream {
+    const sala__tokenizer *t;
+    int special;    // show special tokens
+    int first;      // no token was taken yet
+    int strip_left; // characters that may still be stripped from the front
+    int held_size;
+    char held[4]; // the beginning of a character
+} sala__stream;
+
+static void sala__stream_init(const sala__tokenizer *t, int special, sala__stream *s) {
+    memset(s, 0, sizeof *s);
+    s->t = t;
+    s->special = special;
+    s->first = 1;
+    s->strip_left = t->has_strip ? t->strip.count : 0;
+}
+
+// What a token decodes to, appended to *out. Slow; used for all tokens at load, and for the first of a text.
+static int sala__token_text(const sala__tokenizer *t, int32_t id, int first, sala__string *out,
+                            sala__string *spare, sala_error *err) {
+    static const char digits[] = "0123456789ABCDEF0123456789abcdef";
+    const sala__token *k = &t->tokens[id];
+    const char *text = t->names.data + k->text;
+    size_t size = k->text_size;
+    sala__string added = {NULL, 0, 0}, result = {NULL, 0, 0};
+    int code = 0;
+    if (k->flags &
+        SALA__TOKEN_NORMALIZED) { // the library decodes the normalised string of an added token
+        code = sala__run_steps(t->env, t->normalizer, t->normalizer_count, text, size, 0, &added,
+                               spare, err);
+        text = added.data;
+        size = added.size;
+    }
+    if (code >= 0)
+        code = sala__run_steps(t->env, t->decoder, t->decoder_count, text, size, first, &result,
+                               spare, err);
+    if (code >= 0 && t->decode_bytes && result.size == 6 && memcmp(result.data, "<0x", 3) == 0 &&
+        result.data[5] == '>') {
+        const char *high = result.data[3] ? strchr(digits, result.data[3]) : NULL;
+        const char *low = result.data[4] ? strchr(digits, result.data[4]) : NULL;
+        if (high && low) {
+            result.data[0] = (char)((high - digits) % 16 * 16 + (low - digits) % 16);
+            result.size = 1;
+        }
+    }
+    if (code >= 0) code = sala__append(t->env, out, result.data, result.size, err);
+    sala__release(t->env, added.data);
+    sala__release(t->env, result.data);
+    return code;
+}
+
+// Take one token; append to *out what is final now: whole characters, or bytes that are certainly not UTF-8.
+// Ids without a token are nothing. On error the stream is as before.
+static int sala__stream_push(sala__stream *s, int32_t token, sala__string *out, sala_error *err) {
+    const sala__tokenizer *t = s->t;
+    if (token < 0 || token >= t->limit)
+        return sala__fail(err, SALA_E_ARGUMENT, "token %d: the vocabulary has the ids 0 to %d",
+                          (int)token, (int)t->limit - 1);
+    const sala__token *k = &t->tokens[token];
+    if (!(k->flags & SALA__TOKEN_USED)) return 0;
+    if (!s->special && (k->flags & SALA__TOKEN_SPECIAL)) return 0;
+    size_t base = out->size, end;
+    int code = sala__append(t->env, out, s->held, (size_t)s->held_size, err);
+    if (s->first && t->decoder_count) {
+        sala__string spare = {NULL, 0, 0};
+        if (code >= 0) code = sala__token_text(t, token, 1, out, &spare, err);
+        sala__release(t->env, spare.data);
+    } else {
+        if (code >= 0 && t->join_spaces && !s->first) code = sala__append(t->env, out, " ", 1, err);
+        if (code >= 0)
+            code = sala__append(t->env, out, t->names.data + k->shown, k->shown_size, err);
+    }
+    if (code < 0) {
+        out->size = base;
+        return code;
+    }
+    s->first = 0;
+    s->held_size = 0;
+    end = out->size;
+    for (int n = 1; n <= 3 && (size_t)n <= end - base; n++) {
+        if (!sala__utf8_partial((const unsigned char *)out->data + end - n, (size_t)n)) continue;
+        s->held_size = n; // the longest such tail: a shorter one would begin inside it
+    }
+    out->size = end - (size_t)s->held_size;
+    memcpy(s->held, out->data + out->size, (size_t)s->held_size);
+    while (s->strip_left && out->size > base) {
+        size_t n = (size_t)t->strip.from_size;
+        if (!sala__starts(out->data + base, out->size - base, t->strip.from, (int)n)) {
+            s->strip_left = 0;
+            break;
+        }
+        memmove(out->data + base, out->data + base + n, out->size - base - n);
+        out->size -= n;
+        s->strip_left--;
+    }
+    out->data[out->size] = 0;
+    return 0;
+}
+
+// The end of the stream: what was held back, as it is. The stream can then start anew.
+static int sala__stream_flush(sala__stream *s, sala__string *out, sala_error *err) {
+    int code = sala__append(s->t->env, out, s->held, (size_t)s->held_size, err);
+    if (code >= 0) sala__stream_init(s->t, s->special, s);
+    return code;
+}
+
+// Decode tokens to zero-terminated text for sala__release, NULL on error; *bytes (may be NULL) is its length.
+static char *sala__decode(const sala__tokenizer *t, const int32_t *tokens, int64_t count,
+                          int special, size_t *bytes, sala_error *err) {
+    sala__stream s;
+    sala__string out = {NULL, 0, 0};
+    int code = 0;
+    sala__stream_init(t, special, &s);
+    for (int64_t i = 0; i < count && code >= 0; i++)
+        code = sala__stream_push(&s, tokens[i], &out, err);
+    if (code >= 0) code = sala__stream_flush(&s, &out, err);
+    if (code < 0) {
+        sala__release(t->env, out.data);
+        return NULL;
+    }
+    if (bytes) *bytes = out.size;
+    return out.data;
+}
+
+// ---- loading ----
+
+static const char *sala__kind(const sala__json *j, int node) { // its "type", for messages
+    const char *type = sala__json_text(j, sala__json_get(j, node, "type"));
+    return type ? type : "without a type";
+}
+
+static int sala__is_kind(const sala__json *j, int node, const char *type) {
+    return sala__json_is(j, sala__json_get(j, node, "type"), type);
+}
+
+static int sala__read_flag(const sala__json *j, int object, const char *key, int missing,
+                           int *value, sala_error *err) {
+    const sala__json_node *n = sala__json_at(j, sala__json_get(j, object, key));
+    *value = n->type == SALA__NULL ? missing : n->number != 0;
+    if (n->type == SALA__NULL || n->type == SALA__BOOL) return 0;
+    return sala__fail(err, SALA_E_MODEL, "%s: \"%s\" must be true or false", j->where, key);
+}
+
+// A short string of a step.
+static int sala__read_short(const sala__json *j, int node, const char *what, int at_least,
+                            char *text, int *size, sala_error *err) {
+    const sala__json_node *n = sala__json_at(j, node);
+    if (n->type != SALA__STRING || n->text_size < (size_t)at_least ||
+        n->text_size > SALA__STEP_TEXT)
+        return sala__fail(err, SALA_E_MODEL, "%s: %s must be a string of %d to %d bytes", j->where,
+                          what, at_least, SALA__STEP_TEXT);
+    *size = (int)n->text_size;
+    memcpy(text, sala__json_text(j, node), n->text_size);
+    return 0;
+}
+
+static int sala__read_char(const sala__json *j, int node, const char *what, char *text, int *size,
+                           sala_error *err) {
+    uint32_t c;
+    int code = sala__read_short(j, node, what, 1, text, size, err);
+    if (code >= 0 && sala__utf8_get((const unsigned char *)text, (size_t)*size, &c) != *size)
+        code = sala__fail(err, SALA_E_MODEL, "%s: %s must be a single character", j->where, what);
+    return code;
+}
+
+static int sala__read_replace(const sala__json *j, int node, sala__step *s, sala_error *err) {
+    int pattern = sala__json_get(j, sala__json_get(j, node, "pattern"), "String");
+    s->type = SALA__REPLACE;
+    if (pattern < 0)
+        return sala__fail(
+            err, SALA_E_MODEL,
+            "%s: a Replace step whose pattern is not a plain \"String\" is not supported",
+            j->where);
+    int code =
+        sala__read_short(j, pattern, "the pattern of Replace", 1, s->from, &s->from_size, err);
+    if (code < 0) return code;
+    return sala__read_short(j, sala__json_get(j, node, "content"), "the content of Replace", 0,
+                            s->to, &s->to_size, err);
+}
+
+static int sala__read_strip(const sala__json *j, int node, sala__step *s, sala_error *err) {
+    const sala__json_node *start = sala__json_at(j, sala__json_get(j, node, "start"));
+    const sala__json_node *stop = sala__json_at(j, sala__json_get(j, node, "stop"));
+    s->type = SALA__STRIP;
+    if (!start->is_integer || start->integer < 0 || start->integer > INT32_MAX ||
+        !stop->is_integer || stop->integer != 0)
+        return sala__fail(err, SALA_E_MODEL,
+                          "%s: the decoder Strip needs \"start\" >= 0 and \"stop\" 0", j->where);
+    s->count = (int)start->integer;
+    return sala__read_char(j, sala__json_get(j, node, "content"), "the content of Strip", s->from,
+                           &s->from_size, err);
+}
+
+// Metaspace, as a pre-tokenizer and as a decoder. As a Replace step it puts `to` in for a space; the decoder uses
+// `from`.
+static int sala__read_metaspace(const sala__json *j, int node, int decoder, sala__step *s,
+                                sala_error *err) {
+    int scheme = sala__json_get(j, node, "prepend_scheme"), add;
+    char mark[SALA__STEP_TEXT];
+    int size = 0, code = sala__read_char(j, sala__json_get(j, node, "replacement"),
+                                         "the replacement of Metaspace", mark, &size, err);
+    if (code >= 0) code = sala__read_flag(j, node, "split", 1, &s->split, err);
+    if (code >= 0) code = sala__read_flag(j, node, "add_prefix_space", 1, &add, err);
+    if (code < 0) return code;
+    s->type = SALA__METASPACE;
+    s->prefix = SALA__PREFIX_ALWAYS;
+    if (sala__json_is(j, scheme, "never"))
+        s->prefix = SALA__PREFIX_NEVER;
+    else if (sala__json_is(j, scheme, "first"))
+        s->prefix = SALA__PREFIX_FIRST;
+    else if (scheme >= 0 && !sala__json_is(j, scheme, "always"))
+        return sala__fail(err, SALA_E_MODEL,
+                          "%s: the prepend_scheme of Metaspace must be always, first or never",
+                          j->where);
+    if (!add && s->prefix != SALA__PREFIX_NEVER)
+        return sala__fail(
+            err, SALA_E_MODEL,
+            "%s: Metaspace says add_prefix_space false, but its prepend_scheme is not never",
+            j->where);
+    s->from[0] = ' ';
+    s->from_size = 1;
+    memcpy(decoder ? s->from : s->to, mark, (size_t)size);
+    if (decoder)
+        s->from_size = size;
+    else
+        s->to_size = size;
+    return 0;
+}
+
+// Recursion is bounded by the depth of JSON, here and below.
+static int sala__read_normalizer(sala__tokenizer *t, const sala__json *j, int node,
+                                 sala_error *err) {
+    int code = 0;
+    if (sala__json_at(j, node)->type == SALA__NULL) return 0;
+    if (sala__is_kind(j, node, "Sequence")) {
+        int list = sala__json_get(j, node, "normalizers");
+        for (int c = sala__json_at(j, list)->child; c >= 0 && code >= 0; c = j->nodes[c].next)
+            code = sala__read_normalizer(t, j, c, err);
+        return code;
+    }
+    if (t->normalizer_count == SALA__STEPS)
+        return sala__fail(err, SALA_E_MODEL, "%s: the normalizer has more than %d steps", j->where,
+                          SALA__STEPS);
+    sala__step *s = &t->normalizer[t->normalizer_count++];
+    if (sala__is_kind(j, node, "Replace")) return sala__read_replace(j, node, s, err);
+    s->type = SALA__PREPEND;
+    if (sala__is_kind(j, node, "Prepend"))
+        return sala__read_short(j, sala__json_get(j, node, "prepend"), "the text of Prepend", 0,
+                                s->to, &s->to_size, err);
+    return sala__fail(err, SALA_E_MODEL,
+                      "%s: the normalizer %.40s is not supported; this engine runs Llama/MiniCPM "
+                      "style tokenizers, "
+                      "which have Prepend, Replace or none",
+                      j->where, sala__kind(j, node));
+}
+
+// A hostile file could make a text grow 32-fold in each of eight steps.
+static int sala__check_growth(const sala__tokenizer *t, sala_error *err) {
+    int64_t growth = 1;
+    for (int i = 0; i < t->normalizer_count; i++) {
+        const sala__step *s = &t->normalizer[i];
+        if (s->type == SALA__REPLACE && s->to_size > s->from_size)
+            growth *= (s->to_size + s->from_size - 1) / s->from_size;
+    }
+    if (growth <= 64) return 0;
+    return sala__fail(
+        err, SALA_E_MODEL,
+        "%s: the normalizer can make a text %lld times longer; at most 64 is accepted", t->where,
+        (long long)growth);
+}
+
+static int sala__read_pre_tokenizer(sala__tokenizer *t, const sala__json *j, int node,
+                                    sala_error *err) {
+    int code = 0;
+    if (sala__json_at(j, node)->type == SALA__NULL) return 0;
+    if (sala__is_kind(j, node, "Sequence")) {
+        int list = sala__json_get(j, node, "pretokenizers");
+        for (int c = sala__json_at(j, list)->child; c >= 0 && code >= 0; c = j->nodes[c].next)
+            code = sala__read_pre_tokenizer(t, j, c, err);
+        return code;
+    }
+    if (!sala__is_kind(j, node, "Metaspace") || t->has_metaspace)
+        return sala__fail(
+            err, SALA_E_MODEL,
+            "%s: the pre_tokenizer %.40s is not supported%s; this engine runs Llama/MiniCPM style "
+            "tokenizers, which have Metaspace or none",
+            j->where, sala__kind(j, node), t->has_metaspace ? " after another one" : "");
+    t->has_metaspace = 1;
+    return sala__read_metaspace(j, node, 0, &t->metaspace, err);
+}
+
+/*  The decoder. The library applies each step to a list of strings, one for each token. Steps before ByteFallback and
+    Fuse see single tokens: they are applied once for all at load. After Fuse there is one string: only Strip from its
+    front can go on there without waiting for the end of the text. `*phase`: 0 tokens, 1 after ByteFallback, 2 fused. */
+static int sala__read_decoder(sala__tokenizer *t, const sala__json *j, int node, int *phase,
+                              sala_error *err) {
+    int code = 0;
+    if (sala__is_kind(j, node, "Sequence")) {
+        int list = sala__json_get(j, node, "decoders");
+        for (int c = sala__json_at(j, list)->child; c >= 0 && code >= 0; c = j->nodes[c].next)
+            code = sala__read_decoder(t, j, c, phase, err);
+        return code;
+    }
+    if (sala__is_kind(j, node, "Fuse")) {
+        *phase = 2;
+        return 0;
+    }
+    if (sala__is_kind(j, node, "ByteFallback") && *phase == 0) {
+        t->decode_bytes = *phase = 1;
+        return 0;
+    }
+    if (sala__is_kind(j, node, "Strip") && *phase == 2 && !t->has_strip) {
+        t->has_strip = 1;
+        return sala__read_strip(j, node, &t->strip, err);
+    }
+    if (*phase == 0 && t->decoder_count < SALA__STEPS) {
+        sala__step *s = &t->decoder[t->decoder_count++];
+        if (sala__is_kind(j, node, "Replace")) return sala__read_replace(j, node, s, err);
+        if (sala__is_kind(j, node, "Strip")) return sala__read_strip(j, node, s, err);
+        if (sala__is_kind(j, node, "Metaspace")) return sala__read_metaspace(j, node, 1, s, err);
+    }
+    return sala__fail(err, SALA_E_MODEL,
+                      "%s: the decoder %.40s is not supported in this place; this engine runs "
+                      "Llama/MiniCPM style "
+                      "tokenizers: Replace, Metaspace, ByteFallback, Fuse, Strip",
+                      j->where, sala__kind(j, node));
+}
+
+// Which token the post-processor puts in front; sets bos and add_bos.
+static int sala__read_post_processor(sala__tokenizer *t, const sala__json *j, int node,
+                                     sala_error *err) {
+    int code = 0, seen = 0;
+    if (sala__json_at(j, node)->type == SALA__NULL) return 0;
+    if (sala__is_kind(j, node, "Sequence")) {
+        int list = sala__json_get(j, node, "processors");
+        for (int c = sala__json_at(j, list)->child; c >= 0 && code >= 0; c = j->nodes[c].next)
+            code = sala__read_post_processor(t, j, c, err);
+        return code;
+    }
+    if (!sala__is_kind(j, node, "TemplateProcessing"))
+        return sala__fail(
+            err, SALA_E_MODEL,
+            "%s: the post_processor %.40s is not supported; only TemplateProcessing is", j->where,
+            sala__kind(j, node));
+    int single = sala__json_get(j, node, "single");
+    for (int c = sala__json_at(j, single)->child; c >= 0; c = j->nodes[c].next) {
+        int name = sala__json_get(j, sala__json_get(j, c, "SpecialToken"), "id");
+        if (sala__json_get(j, c, "Sequence") >= 0) {
+            seen = 1;
+        } else if (sala__json_text(j, name) == NULL || (!seen && t->add_bos)) {
+            return sala__fail(err, SALA_E_MODEL,
+                              "%s: the post_processor must be one token (BOS), then the text",
+                              j->where);
+        } else if (seen) {
+            sala__log(t->env, SALA_LOG_WARNING,
+                      "%s: the post_processor adds %.40s after a text; it is left out", j->where,
+                      sala__json_text(j, name));
+        } else {
+            t->add_bos = 1;
+            t->bos =
+                sala__find_token(t, sala__json_text(j, name), sala__json_at(j, name)->text_size);
+            if (t->bos < 0)
+                return sala__fail(err, SALA_E_MODEL,
+                                  "%s: the post_processor's token %.40s is not in the vocabulary",
+                                  j->where, sala__json_text(j, name));
+        }
+    }
+    return 0;
+}
+
+// Put a token string into the vocabulary. Added tokens may repeat one of the model with the same id.
+static int sala__add_token(sala__tokenizer *t, const char *text, size_t size,
+                           const sala__json_node *id, uint32_t flags, sala_error *err) {
+    int code;
+    if (id->type != SALA__NUMBER || !id->is_integer || id->integer < 0)
+        return sala__fail(err, SALA_E_MODEL, "%s: the id of token \"%.60s\" is not a number >= 0",
+                          t->where, text);
+    if (id->integer >= t->limit)
+        return sala__fail(
+            err, SALA_E_MODEL,
+            "%s: token \"%.60s\" has the id %lld, but the model's vocabulary has only %d", t->where,
+            text, (long long)id->integer, (int)t->limit);
+    int32_t slot = (int32_t)id->integer;
+    sala__token *k = &t->tokens[slot];
+    uint32_t name = sala__name_slot(t, text, size);
+    int32_t other = t->by_name[name];
+    if (other >= 0 &&
+        (other != slot || (k->flags & flags & (SALA__TOKEN_MODEL | SALA__TOKEN_ADDED))))
+        return sala__fail(err, SALA_E_MODEL,
+                          "%s: token \"%.60s\" stands there twice, with the ids %d and %d",
+                          t->where, text, (int)other, (int)slot);
+    k->flags |= flags & ~(uint32_t)SALA__TOKEN_USED;
+    if (other >= 0) return 0;
+    if (k->flags & SALA__TOKEN_USED)
+        return sala__fail(err, SALA_E_MODEL,
+                          "%s: the id %d belongs to two tokens, \"%.60s\" and \"%.60s\"", t->where,
+                          (int)slot, t->names.data + k->text, text);
+    if (t->names.size + size + 1 > UINT32_MAX)
+        return sala__fail(err, SALA_E_MODEL, "%s: the vocabulary is too large", t->where);
+    k->text = (uint32_t)t->names.size;
+    k->text_size = (uint32_t)size;
+    code = sala__append(t->env, &t->names, text, size, err);
+    if (code >= 0)
+        code = sala__append(t->env, &t->names, "", 1, err); // zero-terminated, for messages
+    if (code < 0) return code;
+    k->flags |= SALA__TOKEN_USED;
+    t->by_name[name] = slot;
+    if (slot >= t->size) t->size = slot + 1;
+    return 0;
+}
+
+static int sala__read_added(sala__tokenizer *t, const sala__json *j, int node, sala_error *err) {
+    static const char *const keys[] = {"special", "normalized", "lstrip", "rstrip", "single_word"};
+    static const uint32_t bits[] = {SALA__TOKEN_SPECIAL, SALA__TOKEN_NORMALIZED, SALA__TOKEN_LSTRIP,
+                                    SALA__TOKEN_RSTRIP, SALA__TOKEN_SINGLE};
+    int content = sala__json_get(j, node, "content");
+    const sala__json_node *n = sala__json_at(j, content);
+    uint32_t flags = SALA__TOKEN_ADDED;
+    if (n->type != SALA__STRING || n->text_size == 0 || n->text_size > SALA__ADDED_MAX)
+        return sala__fail(err, SALA_E_MODEL,
+                          "%s: an added token needs a \"content\" of 1 to %d bytes", j->where,
+                          SALA__ADDED_MAX);
+    for (int i = 0; i < 5; i++) {
+        int value;
+        int code = sala__read_flag(j, node, keys[i], 0, &value, err);
+        if (code < 0) return code;
+        if (value) flags |= bits[i];
+    }
+    return sala__add_token(t, sala__json_text(j, content), n->text_size,
+                           sala__json_at(j, sala__json_get(j, node, "id")), flags, err);
+}
+
+// model.vocab and added_tokens.
+static int sala__load_vocabulary(sala__tokenizer *t, const sala__json *j, int model,
+                                 sala_error *err) {
+    int vocab = sala__json_get(j, model, "vocab"), added = sala__json_get(j, 0, "added_tokens"),
+        code = 0;
+    if (sala__json_at(j, vocab)->type != SALA__OBJECT || sala__json_at(j, vocab)->count == 0)
+        return sala__fail(err, SALA_E_MODEL, "%s: model.vocab must be an object of tokens and ids",
+                          t->where);
+    uint64_t need = 2 * ((uint64_t)sala__json_at(j, vocab)->count +
+                         (uint64_t)sala__json_at(j, added)->count),
+             slots = 16;
+    while (slots < need) slots *= 2;
+    t->by_name = (int32_t *)sala__alloc(t->env, slots, sizeof *t->by_name, "the vocabulary", err);
+    if (!t->by_name) return SALA_E_MEMORY;
+    memset(t->by_name, -1, slots * sizeof *t->by_name);
+    t->by_name_mask = (uint32_t)slots - 1;
+    t->tokens = (sala__token *)sala__alloc(t->env, (size_t)t->limit, sizeof *t->tokens,
+                                           "the vocabulary", err);
+    if (!t->tokens) return SALA_E_MEMORY;
+    for (int c = j->nodes[vocab].child; c >= 0 && code >= 0; c = j->nodes[c].next)
+        code = sala__add_token(t, sala__json_key(j, c), j->nodes[c].key_size, &j->nodes[c],
+                               SALA__TOKEN_MODEL, err);
+    for (int c = sala__json_at(j, added)->child; c >= 0 && code >= 0; c = j->nodes[c].next)
+        code = sala__read_added(t, j, c, err);
+    for (int32_t id = 0; id < t->size && code >= 0; id++)
+        if (!(t->tokens[id].flags & SALA__TOKEN_USED))
+            code = sala__fail(err, SALA_E_MODEL,
+                              "%s: no token has the id %d, but there are higher ids", t->where,
+                              (int)id);
+    return code;
+}
+
+// The tables from characters and bytes to tokens, and the unknown token.
+static int sala__load_characters(sala__tokenizer *t, const sala__json *j, int model,
+                                 sala_error *err) {
+    int unk = sala__json_get(j, model, "unk_token"), missing = 0;
+    memset(t->pages, -1, sizeof t->pages);
+    for (int32_t id = -1; id < t->size; id++) { // -1: makes page 0, which is always there
+        uint32_t c = 0;
+        if (id >= 0) {
+            const sala__token *k = &t->tokens[id];
+            const unsigned char *p = (const unsigned char *)t->names.data + k->text;
+            if (!(k->flags & SALA__TOKEN_MODEL) || (k->flags & SALA__TOKEN_CONTROL)) continue;
+            if (k->text_size == 0 || sala__utf8_get(p, k->text_size, &c) != (int)k->text_size)
+                continue;
+        }
+        if (t->pages[c >> 8] < 0) {
+            size_t size = t->chars_size + 256;
+            int code = sala__grow(t->env, (void **)&t->chars, &t->chars_capacity, size,
+                                  sizeof *t->chars, "characters", err);
+            if (code < 0) return code;
+            memset(t->chars + t->chars_size, -1, 256 * sizeof *t->chars);
+            t->pages[c >> 8] = (int32_t)(t->chars_size / 256);
+            t->chars_size = size;
+        }
+        if (id >= 0) t->chars[(size_t)t->pages[c >> 8] * 256 + (c & 255)] = id;
+    }
+    for (int b = 0; b < 256; b++) {
+        char name[8];
+        snprintf(name, sizeof name, "<0x%02X>", (unsigned)b);
+        t->bytes[b] = sala__find_model_token(t, name, 6);
+        missing += t->bytes[b] < 0;
+    }
+    t->unk = -1;
+    if (sala__json_text(j, unk)) {
+        t->unk =
+            sala__find_model_token(t, sala__json_text(j, unk), sala__json_at(j, unk)->text_size);
+        if (t->unk < 0)
+            return sala__fail(err, SALA_E_MODEL, "%s: the unk_token %.40s is not in model.vocab",
+                              t->where, sala__json_text(j, unk));
+    }
+    if (t->unk < 0 && (!t->byte_fallback || missing))
+        return sala__fail(
+            err, SALA_E_MODEL,
+            "%s: there is neither an unk_token nor byte fallback with all 256 byte tokens "
+            "<0x00> to <0xFF>, so some texts could not be encoded",
+            t->where);
+    return 0;
+}
+
+// The two strings of a line of "merges": "a b" or ["a", "b"].
+static int sala__read_merge(const sala__json *j, int node, int line, const char *part[2],
+                            size_t size[2], sala_error *err) {
+    const sala__json_node *n = sala__json_at(j, node);
+    const char *text = sala__json_text(j, node);
+    if (text) {
+        const char *space = (const char *)memchr(text, ' ', n->text_size);
+        if (space && !memchr(space + 1, ' ', (size_t)(text + n->text_size - space - 1))) {
+            part[0] = text;
+            size[0] = (size_t)(space - text);
+            part[1] = space + 1;
+            size[1] = n->text_size - size[0] - 1;
+            return 0;
+        }
+    } else if (n->type == SALA__ARRAY && n->count == 2) {
+        int second = j->nodes[n->child].next;
+        part[0] = sala__json_text(j, n->child);
+        part[1] = sala__json_text(j, second);
+        size[0] = sala__json_at(j, n->child)->text_size;
+        size[1] = sala__json_at(j, second)->text_size;
+        if (part[0] && part[1]) return 0;
+    }
+    return sala__fail(err, SALA_E_MODEL, "%s: merge %d is not a pair of tokens", j->where, line);
+}
+
+// One merge into the hash. `made` is working space for the joined string.
+static int sala__add_merge(sala__tokenizer *t, const char *part[2], const size_t size[2],
+                           uint32_t rank, sala__string *made, sala_error *err) {
+    int32_t id[3];
+    int code = 0;
+    made->size = 0;
+    for (int i = 0; i < 2 && code >= 0; i++) {
+        id[i] = sala__find_model_token(t, part[i], size[i]);
+        code = sala__append(t->env, made, part[i], size[i], err);
+        if (code >= 0 && id[i] < 0)
+            code = sala__fail(err, SALA_E_MODEL,
+                              "%s: merge %u names \"%.60s\", which is not in model.vocab", t->where,
+                              rank, part[i]);
+    }
+    if (code < 0) return code;
+    id[2] = sala__find_model_token(t, made->data, made->size);
+    if (id[2] < 0)
+        return sala__fail(err, SALA_E_MODEL,
+                          "%s: merge %u makes \"%.60s\", which is not in model.vocab", t->where,
+                          rank, made->data);
+    if (t->tokens[id[2]].flags & SALA__TOKEN_CONTROL)
+        return 0; // plain text must not become a control token
+    uint32_t h = sala__hash_pair(id[0], id[1]), i = h & t->merges_mask;
+    while (t->merges[i].id >= 0 && (t->merges[i].left != id[0] || t->merges[i].right != id[1]))
+        i = (i + 1) & t->merges_mask;
+    t->merges[i].left = id[0]; // a repeated pair: the last one counts, as in the library
+    t->merges[i].right = id[1];
+    t->merges[i].rank = rank;
+    t->merges[i].id = id[2];
+    t->merges_filter[(h & t->filter_mask) >> 6] |= (uint64_t)1 << (h & 63);
+    return 0;
+}
+
+// The filter of sala__joins, whose comment has the proof.
+static void sala__load_joins(sala__tokenizer *t) {
+    int odd = 0;
+    for (uint32_t i = 0; i <= t->merges_mask; i++) {
+        const sala__merge *m = &t->merges[i];
+        uint32_t a, b;
+        if (m->id < 0) continue;
+        const sala__token *left = &t->tokens[m->left], *right = &t->tokens[m->right];
+        const char *l = t->names.data + left->text, *r = t->names.data + right->text;
+        odd |= m->left == t->unk || m->right == t->unk;
+        odd |= left->text_size == 6 && memcmp(l, "<0x", 3) == 0;
+        odd |= right->text_size == 6 && memcmp(r, "<0x", 3) == 0;
+        int na = sala__utf8_last((const unsigned char *)l, left->text_size, &a);
+        int nb = sala__utf8_get((const unsigned char *)r, right->text_size, &b);
+        if (na == 0 || nb == 0) continue; // the empty string: no symbol ever is that
+        int32_t ia = sala__char_token(t, a), ib = sala__char_token(t, b);
+        if (ia < 0 || ib < 0) continue; // cannot come about from single characters
+        uint32_t h = sala__hash_pair(ia, ib) & t->filter_mask;
+        t->joins_filter[h >> 6] |= (uint64_t)1 << (h & 63);
+    }
+    if (odd) memset(t->joins_filter, 0xFF, ((size_t)t->filter_mask + 1) / 8);
+}
+
+static int sala__load_merges(sala__tokenizer *t, const sala__json *j, int model, sala_error *err) {
+    int list = sala__json_get(j, model, "merges"), code = 0;
+    sala__string made = {NULL, 0, 0};
+    uint32_t rank = 0;
+    if (sala__json_at(j, list)->type != SALA__ARRAY)
+        return sala__fail(err, SALA_E_MODEL, "%s: model.merges must be an array", t->where);
+    uint64_t slots = 16, bits;
+    while (slots < 2 * (uint64_t)j->nodes[list].count) slots *= 2;
+    bits = slots * 8;
+    t->merges_mask = (uint32_t)slots - 1;
+    t->filter_mask = (uint32_t)bits - 1;
+    t->merges = (sala__merge *)sala__alloc(t->env, slots, sizeof *t->merges, "merges", err);
+    t->merges_filter = (uint64_t *)sala__alloc(t->env, bits / 64, sizeof(uint64_t), "merges", err);
+    t->joins_filter = (uint64_t *)sala__alloc(t->env, bits / 64, sizeof(uint64_t), "merges", err);
+    if (!t->merges || !t->merges_filter || !t->joins_filter) return SALA_E_MEMORY;
+    for (uint64_t i = 0; i < slots; i++) t->merges[i].id = -1;
+    for (int c = j->nodes[list].child; c >= 0 && code >= 0; c = j->nodes[c].next) {
+        const char *part[2] = {NULL, NULL};
+        size_t size[2] = {0, 0};
+        const char *text = sala__json_text(j, c);
+        if (text && strncmp(text, "#version", 8) == 0) continue; // the library's old header line
+        code = sala__read_merge(j, c, (int)rank, part, size, err);
+        if (code >= 0) code = sala__add_merge(t, part, size, rank++, &made, err);
+    }
+    sala__release(t->env, made.data);
+    if (code >= 0) sala__load_joins(t);
+    return code;
+}
+
+static int sala__compare_added(const void *a, const void *b) {
+    const sala__added *x = (const sala__added *)a, *y = (const sala__added *)b;
+    int order = memcmp(x->text, y->text, x->size < y->size ? x->size : y->size);
+    return order ? order : (x->size > y->size) - (x->size < y->size);
+}
+
+// The sorted list of added tokens to search for before (0) or after (NORMALIZED) the normaliser; the latter are
+// searched for in their normalised form.
+static int sala__load_added(sala__tokenizer *t, uint32_t normalized, sala__added_list *list,
+                            sala_error *err) {
+    sala__string one = {NULL, 0, 0}, spare = {NULL, 0, 0};
+    int code = 0;
+    int32_t n = 0, i = 0;
+    for (int32_t id = 0; id < t->size; id++) {
+        uint32_t f = t->tokens[id].flags;
+        n += (f & SALA__TOKEN_ADDED) && (f & SALA__TOKEN_NORMALIZED) == normalized;
+    }
+    list->items =
+        (sala__added *)sala__alloc(t->env, (size_t)n, sizeof *list->items, "added tokens", err);
+    if (!list->items) return SALA_E_MEMORY;
+    for (int32_t id = 0; id < t->size && code >= 0; id++) {
+        const sala__token *k = &t->tokens[id];
+        if (!(k->flags & SALA__TOKEN_ADDED) || (k->flags & SALA__TOKEN_NORMALIZED) != normalized)
+            continue;
+        code = sala__run_steps(t->env, t->normalizer, normalized ? t->normalizer_count : 0,
+                               t->names.data + k->text, k->text_size, 0, &one, &spare, err);
+        if (code >= 0 && (one.size == 0 || one.size > SALA__ADDED_MAX))
+            code =
+                sala__fail(err, SALA_E_MODEL,
+                           "%s: the added token %d has %zu bytes after the normalizer, not 1 to %d",
+                           t->where, (int)id, one.size, SALA__ADDED_MAX);
+        if (code < 0) break;
+        list->items[list->count].size = (uint32_t)one.size;
+        list->items[list->count++].id = id;
+        code = sala__append(t->env, &list->bytes, one.data, one.size, err);
+    }
+    sala__release(t->env, one.data);
+    sala__release(t->env, spare.data);
+    if (code < 0) return code;
+    const char *text = list->bytes.data;
+    for (i = 0; i < n; text += list->items[i++].size) list->items[i].text = text;
+    qsort(list->items, (size_t)n, sizeof *list->items, sala__compare_added);
+    i = 0;
+    for (int b = 0; b <= 256; b++) {
+        while (i < n && (unsigned char)list->items[i].text[0] < b) i++;
+        list->first[b] = i;
+    }
+    for (i = 1; i < n; i++)
+        if (sala__compare_added(&list->items[i - 1], &list->items[i]) == 0)
+            return sala__fail(err, SALA_E_MODEL,
+                              "%s: the added tokens %d and %d are the same after the normalizer",
+                              t->where, (int)list->items[i - 1].id, (int)list->items[i].id);
+    return 0;
+}
+
+// Fill shown, shown_size of all tokens: what they decode to.
+static int sala__load_shown(sala__tokenizer *t, sala_error *err) {
+    sala__string one = {NULL, 0, 0}, spare = {NULL, 0, 0};
+    int code = 0;
+    for (int32_t id = 0; id < t->size && code >= 0; id++) {
+        one.size = 0;
+        code = sala__token_text(t, id, 0, &one, &spare, err);
+        if (code >= 0 && t->names.size + one.size > UINT32_MAX)
+            code = sala__fail(err, SALA_E_MODEL, "%s: the vocabulary is too large", t->where);
+        if (code < 0) break;
+        t->tokens[id].shown = (uint32_t)t->names.size;
+        t->tokens[id].shown_size = (uint32_t)one.size;
+        code = sala__append(t->env, &t->names, one.data, one.size, err);
+    }
+    sala__release(t->env, one.data);
+    sala__release(t->env, spare.data);
+    return code;
+}
+
+// ---- the chat template ----
+
+/*  No Jinja runs here: the one template that we can write ourselves, ChatML, is recognised by its text. For that it is
+    reduced to what it puts out: white space, quotes, + ~ ( ) and {{ }} are dropped, message['role'] becomes message.role,
+    and a line end outside of tags becomes \n, as it stands in a string, unless a tag eats it. */
+static int sala__reduce_template(const sala__env *env, const char *p, size_t size,
+                                 sala__string *out, sala_error *err) {
+    int inside = 0, eat = 0, code = 0; // inside a tag; line ends are eaten (after "%}" and "-}}")
+    for (size_t i = 0; i < size && code >= 0; i++) {
+        char c = p[i], next = i + 1 < size ? p[i + 1] : 0;
+        int open = c == '{' && (next == '{' || next == '%'),
+            close = (c == '}' || c == '%') && next == '}' && inside;
+        if (open || close) {
+            char before = i > 0 ? p[i - 1] : 0, after = i + 2 < size ? p[i + 2] : 0;
+            inside = open;
+            eat = close && (c == '%' || before == '-');
+            if (open &&
+                after ==
+                    '-') // eats what came before it; the escape in a string has the tag's end behind it
+                while (out->size >= 2 && memcmp(out->data + out->size - 2, "\\\n", 2) == 0)
+                    out->size -= 2;
+            if (c == '%' || next == '%') code = sala__append(env, out, open ? "{%" : "%}", 2, err);
+            i += 1 + (open && after == '-');
+        } else if (c == '\n' && !inside) {
+            if (!eat)
+                code = sala__append(env, out, "\\\n", 2, err); // told from an escape until the end
+        } else if (!strchr(" \t\r\n\v\f'\"+~()]", c) &&
+                   !(c == '-' && inside && (next == '}' || next == '%'))) {
+            eat = 0;
+            code = sala__append(env, out, c == '[' ? "." : &c, 1, err);
+        }
+    }
+    if (code >= 0) code = sala__append(env, out, "", 1, err);
+    for (size_t i = 0; i + 1 < out->size; i++)
+        if (out->data[i] == '\\' && out->data[i + 1] == '\n') out->data[i + 1] = 'n';
+    return code;
+}
+
+static int sala__accept(const char **p, const char *word) {
+    size_t n = strlen(word);
+    if (strncmp(*p, word, n) != 0) return 0;
+    *p += n;
+    return 1;
+}
+
+// Does <|im_start|> ROLE \n CONTENT <|im_end|> \n begin here? `*trim`: the content is trimmed.
+static int sala__is_chatml_turn(const char *p, int *trim) {
+    if (!sala__accept(&p, SALA__IM_START)) return 0;
+    if (!sala__accept(&p, "message.role") && !sala__accept(&p, "role") && !sala__accept(&p, "user"))
+        return 0;
+    if (!sala__accept(&p, "\\n")) return 0;
+    if (!sala__accept(&p, "message.content") && !sala__accept(&p, "content")) return 0;
+    *trim = sala__accept(&p, "|trim");
+    if (sala__accept(&p, "{%")) { // "if loop.last and ...": whether the turn is closed
+        p = strstr(p, "%}");
+        if (!p) return 0;
+        p += 2;
+    }
+    return sala__accept(&p, SALA__IM_END) && sala__accept(&p, "\\n");
+}
+
+// A system turn with a text of its own.
+static int sala__has_default_system(const char *p) {
+    static const char head[] = SALA__IM_START "system\\n";
+    while ((p = strstr(p, head)) != NULL) {
+        p += sizeof head - 1;
+        if (strncmp(p, "message", 7) != 0 && strncmp(p, "content", 7) != 0 &&
+            strncmp(p, "system", 6) != 0 && *p != '{')
+            return 1;
+    }
+    return 0;
+}
+
+static int sala__read_template(sala__tokenizer *t, const char *text, size_t size, sala_error *err) {
+    sala__string s = {NULL, 0, 0};
+    int turn = 0, trim = 0, one_trim = 0;
+    int code = sala__reduce_template(t->env, text, size, &s, err);
+    if (code < 0) {
+        sala__release(t->env, s.data);
+        return code;
+    }
+    for (const char *p = s.data; (p = strstr(p, SALA__IM_START)) != NULL; p++) {
+        turn |= sala__is_chatml_turn(p, &one_trim);
+        trim |= one_trim;
+    }
+    int known = turn && strstr(s.data, SALA__IM_START "assistant\\n") != NULL;
+    t->template_name = known ? "chatml" : "unrecognised";
+    if (known) {
+        const char *prompt = sala__has_default_system(s.data) ? ", a default system prompt" : "";
+        const char *tools = strstr(s.data, "tools") ? ", tools" : "";
+        const char *thinking = strstr(s.data, "enable_thinking") ? ", enable_thinking" : "";
+        const char *trimmed = trim ? ", trimming of contents" : "";
+        if (*prompt || *tools || *thinking || *trimmed)
+            sala__log(
+                t->env, SALA_LOG_WARNING,
+                "the chat template is ChatML, but holds things that are not reproduced: %s%s%s%s",
+                *prompt ? prompt + 2 : "",
+                *prompt  ? tools
+                : *tools ? tools + 2
+                         : "",
+                *prompt || *tools ? thinking
+                : *thinking       ? thinking + 2
+                                  : "",
+                *prompt || *tools || *thinking ? trimmed
+                : *trimmed                     ? trimmed + 2
+                                               : "");
+    }
+    sala__release(t->env, s.data);
+    return 0;
+}
+
+// chat_template of tokenizer_config.json: a string, or a list of {name, template}: "default", else the first.
+static int sala__find_template(const sala__json *c) {
+    int node = sala__json_get(c, 0, "chat_template");
+    if (sala__json_at(c, node)->type != SALA__ARRAY) return node;
+    int found = -1;
+    for (int i = c->nodes[node].child; i >= 0; i = c->nodes[i].next)
+        if (found < 0 || sala__json_is(c, sala__json_get(c, i, "name"), "default"))
+            found = sala__json_get(c, i, "template");
+    return found;
+}
+
+// ---- open ----
+
+// "bos_token" and its like: a string, or an object with "content". Sets *id; leaves it when there is none.
+static int sala__read_token_name(const sala__tokenizer *t, const sala__json *c, const char *key,
+                                 int32_t *id, sala_error *err) {
+    int node = sala__json_get(c, 0, key);
+    if (sala__json_at(c, node)->type == SALA__OBJECT) node = sala__json_get(c, node, "content");
+    const char *text = sala__json_text(c, node);
+    if (!text) return 0;
+    *id = sala__find_token(t, text, sala__json_at(c, node)->text_size);
+    if (*id >= 0) return 0;
+    return sala__fail(err, SALA_E_MODEL, "%s: %s \"%.60s\" is not in the vocabulary", c->where, key,
+                      text);
+}
+
+// tokenizer_config.json (NULL: there is none), and the template from chat_template.jinja (NULL likewise) which wins.
+static int sala__load_config(sala__tokenizer *t, const sala__json *c, const sala__file *jinja,
+                             sala_error *err) {
+    int code = 0, eos = 0, node = -1;
+    if (c) {
+        code = sala__read_token_name(t, c, "bos_token", &t->bos, err);
+        if (code >= 0) code = sala__read_token_name(t, c, "eos_token", &t->eos, err);
+        if (code >= 0) code = sala__read_flag(c, 0, "add_bos_token", t->add_bos, &t->add_bos, err);
+        if (code >= 0) code = sala__read_flag(c, 0, "add_eos_token", 0, &eos, err);
+        if (code >= 0 && t->add_bos && t->bos < 0)
+            code = sala__fail(err, SALA_E_MODEL,
+                              "%s: add_bos_token is true, but no bos_token is named", c->where);
+        if (code < 0) return code;
+        if (eos)
+            sala__log(t->env, SALA_LOG_WARNING,
+                      "%s: add_eos_token is ignored: EOS is never added to a text", c->where);
+        node = sala__find_template(c);
+    }
+    if (jinja) return sala__read_template(t, (const char *)jinja->data, (size_t)jinja->size, err);
+    if (c && sala__json_text(c, node))
+        return sala__read_template(t, sala__json_text(c, node), sala__json_at(c, node)->text_size,
+                                   err);
+    return 0;
+}
+
+// What must not come out of plain text.
+static void sala__mark_control(sala__tokenizer *t) {
+    t->im_start = sala__find_token(t, SALA__IM_START, strlen(SALA__IM_START));
+    t->im_end = sala__find_token(t, SALA__IM_END, strlen(SALA__IM_END));
+    int32_t named[4] = {t->bos, t->eos, t->im_start, t->im_end};
+    for (int i = 0; i < 4; i++)
+        if (named[i] >= 0) t->tokens[named[i]].flags |= SALA__TOKEN_CONTROL;
+    for (int32_t id = 0; id < t->size; id++)
+        if (t->tokens[id].flags & SALA__TOKEN_SPECIAL) t->tokens[id].flags |= SALA__TOKEN_CONTROL;
+}
+
+// The switches of "model", and what is refused.
+static int sala__read_model(sala__tokenizer *t, const sala__json *j, int model, sala_error *err) {
+    static const char *const affixes[] = {"continuing_subword_prefix", "end_of_word_suffix"};
+    if (!sala__is_kind(j, model, "BPE"))
+        return sala__fail(err, SALA_E_MODEL, "%s: the model is %.40s, but only BPE is supported",
+                          t->where, sala__kind(j, model));
+    for (int i = 0; i < 2; i++) {
+        const sala__json_node *n = sala__json_at(j, sala__json_get(j, model, affixes[i]));
+        if (n->type != SALA__NULL && !(n->type == SALA__STRING && n->text_size == 0))
+            return sala__fail(err, SALA_E_MODEL, "%s: %s is not supported", t->where, affixes[i]);
+    }
+    const sala__json_node *n = sala__json_at(j, sala__json_get(j, model, "dropout"));
+    if (n->type != SALA__NULL && !(n->type == SALA__NUMBER && n->number == 0))
+        return sala__fail(err, SALA_E_MODEL, "%s: BPE dropout is not supported", t->where);
+    int code = sala__read_flag(j, model, "byte_fallback", 0, &t->byte_fallback, err);
+    if (code >= 0) code = sala__read_flag(j, model, "fuse_unk", 0, &t->fuse_unk, err);
+    if (code >= 0) code = sala__read_flag(j, model, "ignore_merges", 0, &t->ignore_merges, err);
+    return code;
+}
+
+// From parsed files; config and jinja may be NULL. Released on error.
+static int sala__tokenizer_load(sala__tokenizer *t, const sala__json *j, const sala__json *config,
+                                const sala__file *jinja, sala_error *err) {
+    int model = sala__json_get(j, 0, "model"), decoder = sala__json_get(j, 0, "decoder"), phase = 0;
+    int code = sala__utf8_valid(j->strings.data, j->strings.size)
+                   ? 0
+                   : sala__fail(err, SALA_E_FILE, "%s: holds text that is not UTF-8", t->where);
+    if (code >= 0) code = sala__read_model(t, j, model, err);
+    if (code >= 0) code = sala__load_vocabulary(t, j, model, err);
+    if (code >= 0)
+        code = sala__read_post_processor(t, j, sala__json_get(j, 0, "post_processor"), err);
+    if (code >= 0) code = sala__load_config(t, config, jinja, err);
+    if (code >= 0) {
+        sala__mark_control(t);
+        code = sala__load_characters(t, j, model, err);
+    }
+    if (code >= 0) code = sala__load_merges(t, j, model, err);
+    if (code >= 0) code = sala__read_normalizer(t, j, sala__json_get(j, 0, "normalizer"), err);
+    if (code >= 0) code = sala__check_growth(t, err);
+    if (code >= 0)
+        code = sala__read_pre_tokenizer(t, j, sala__json_get(j, 0, "pre_tokenizer"), err);
+    t->join_spaces = sala__json_at(j, decoder)->type == SALA__NULL;
+    if (code >= 0 && !t->join_spaces) code = sala__read_decoder(t, j, decoder, &phase, err);
+    if (code >= 0) code = sala__load_added(t, 0, &t->raw, err);
+    if (code >= 0) code = sala__load_added(t, SALA__TOKEN_NORMALIZED, &t->normalized, err);
+    if (code >= 0) code = sala__load_shown(t, err);
+    t->where = NULL;
+    return code;
+}
+
+static void sala__tokenizer_close(sala__tokenizer *t) { // a tokenizer that is all zeros is fine
+    if (!t->env) return;
+    sala__release(t->env, t->tokens);
+    sala__release(t->env, t->names.data);
+    sala__release(t->env, t->by_name);
+    sala__release(t->env, t->chars);
+    sala__release(t->env, t->merges);
+    sala__release(t->env, t->merges_filter);
+    sala__release(t->env, t->joins_filter);
+    sala__release(t->env, t->raw.items);
+    sala__release(t->env, t->raw.bytes.data);
+    sala__release(t->env, t->normalized.items);
+    sala__release(t->env, t->normalized.bytes.data);
+    memset(t, 0, sizeof *t);
+}
+
+static void sala__tokenizer_start(sala__tokenizer *t, const sala__env *env, const char *where,
+                                  int vocab_limit) {
+    memset(t, 0, sizeof *t);
+    t->env = env;
+    t->where = where;
+    t->limit = vocab_limit > 0 ? vocab_limit : 0;
+    t->unk = t->bos = t->eos = t->im_start = t->im_end = -1;
+    t->template_name = "none";
+}
+
+// Parse the three files (two of them may be missing) and load.
+static int sala__tokenizer_files(sala__tokenizer *t, const char *main_path, const char *config_path,
+                                 const char *jinja_path, sala_error *err) {
+    sala__json j, c;
+    sala__file jinja = {NULL, 0};
+    int has_config = sala__file_exists(config_path), has_jinja = sala__file_exists(jinja_path);
+    memset(&j, 0, sizeof j);
+    memset(&c, 0, sizeof c);
+    int code = sala__json_file(t->env, main_path, SALA__TOKENIZER_FILE_MAX, &j, err);
+    if (code >= 0 && has_config)
+        code = sala__json_file(t->env, config_path, SALA__TOKENIZER_FILE_MAX, &c, err);
+    if (code >= 0 && has_jinja) code = sala__map_file(jinja_path, &jinja, err);
+    if (code >= 0)
+        code = sala__tokenizer_load(t, &j, has_config ? &c : NULL, has_jinja ? &jinja : NULL, err);
+    sala__unmap_file(&jinja);
+    sala__json_free(&j);
+    sala__json_free(&c);
+    return code;
+}
+
+// Open the tokenizer of a model folder. `vocab_limit`: rows of the embedding. `template_override`: NULL or "chatml".
+// `env` must outlive it. On error everything is released.
+static int sala__tokenizer_open(const sala__env *env, const char *folder, int vocab_limit,
+                                const char *template_override, sala__tokenizer *t,
+                                sala_error *err) {
+    memset(t, 0, sizeof *t);
+    if (template_override && strcmp(template_override, "chatml") != 0)
+        return sala__fail(err, SALA_E_ARGUMENT,
+                          "chat_template \"%.40s\" is unknown; only \"chatml\" can be asked for",
+                          template_override);
+    char *main_path = sala__join(env, folder, "tokenizer.json", err);
+    char *config_path = main_path ? sala__join(env, folder, "tokenizer_config.json", err) : NULL;
+    char *jinja_path = config_path ? sala__join(env, folder, "chat_template.jinja", err) : NULL;
+    int code = SALA_E_MEMORY;
+    if (jinja_path) {
+        sala__tokenizer_start(t, env, main_path, vocab_limit);
+        code = sala__tokenizer_files(t, main_path, config_path, jinja_path, err);
+        if (code < 0)
+            sala__tokenizer_close(t);
+        else if (template_override)
+            t->template_name = template_override[0] ? "chatml" : t->template_name;
+    }
+    sala__release(env, main_path);
+    sala__release(env, config_path);
+    sala__release(env, jinja_path);
+    return code;
+}
+
+// ---- chat ----
+
+// One stretch of template text between two markers, which may swallow white space around them. (left: the marker before
+// it, right: the one after it or -1.)
+static int sala__encode_between(sala__encoder *e, const char *text, size_t size, int32_t left,
+                                int32_t right) {
+    const sala__token *tokens = e->t->tokens;
+    const unsigned char *p = (const unsigned char *)text;
+    uint32_t c;
+    int n;
+    if (tokens[left].flags & SALA__TOKEN_RSTRIP)
+        while ((n = sala__utf8_get(p, size, &c)) > 0 && sala__is_space(c))
+            p += n, size -= (size_t)n;
+    if (right >= 0 && (tokens[right].flags & SALA__TOKEN_LSTRIP))
+        while ((n = sala__utf8_last(p, size, &c)) > 0 && sala__is_space(c)) size -= (size_t)n;
+    return size ? sala__encode_text(e, (const char *)p, size, 0) : 0;
+}
+
+// Can we write this model's chat? The sentence in `err` says what is in the way.
+static int sala__check_chat(const sala__tokenizer *t, sala_error *err) {
+    if (strcmp(t->template_name, "chatml") != 0)
+        return sala__fail(
+            err, SALA_E_MODEL,
+            "the model has %s; if it was trained with ChatML, open it with --template chatml "
+            "(option chat_template=\"chatml\")",
+            t->template_name[0] == 'n' ? "no chat template"
+                                       : "a chat template that was not recognised as ChatML");
+    if (t->im_start < 0 || t->im_end < 0)
+        return sala__fail(
+            err, SALA_E_MODEL,
+            "the ChatML marker %s is not in the vocabulary: this model has no ChatML chat",
+            t->im_start < 0 ? SALA__IM_START : SALA__IM_END);
+    uint32_t a = t->tokens[t->im_start].flags, b = t->tokens[t->im_end].flags;
+    int prepends = 0;
+    for (int i = 0; i < t->normalizer_count; i++)
+        prepends |= t->normalizer[i].type == SALA__PREPEND;
+    if (!(a & b & SALA__TOKEN_ADDED) || ((a | b) & SALA__TOKEN_SINGLE) ||
+        (prepends && ((a | b) & SALA__TOKEN_NORMALIZED)))
+        return sala__fail(
+            err, SALA_E_MODEL,
+            "the ChatML markers must be added tokens without single_word, and without "
+            "normalized where the normalizer has Prepend: the ids of a chat would be uncertain");
+    return 0;
+}
+
+// The ids of one turn: <|im_start|>ROLE\nCONTENT<|im_end|>\n, after BOS if `first` and the model has one, and followed by
+// <|im_start|>assistant\n if `reply`. Role and content are plain text. Returns the number of ids, as sala__encode.
+static int64_t sala__chat_turn(const sala__tokenizer *t, const char *role, const char *content,
+                               size_t bytes, int first, int reply, int32_t **out, sala_error *err) {
+    sala__encoder e;
+    sala__string text = {NULL, 0, 0};
+    *out = NULL;
+    int code = sala__check_chat(t, err);
+    if (code >= 0 && bytes > INT32_MAX)
+        code = sala__fail(err, SALA_E_ARGUMENT, "a text of %zu bytes is longer than 2 GiB", bytes);
+    if (code < 0) return code;
+    sala__encoder_start(&e, t, 0, err);
+    code = sala__append(t->env, &text, role, strlen(role), err);
+    if (code >= 0) code = sala__append(t->env, &text, "\n", 1, err);
+    if (code >= 0) code = sala__append(t->env, &text, content, bytes, err);
+    if (code >= 0 && first && t->add_bos) code = sala__push_id(&e, t->bos);
+    if (code >= 0) code = sala__push_id(&e, t->im_start);
+    if (code >= 0) code = sala__encode_between(&e, text.data, text.size, t->im_start, t->im_end);
+    if (code >= 0) code = sala__push_id(&e, t->im_end);
+    if (code >= 0) code = sala__encode_between(&e, "\n", 1, t->im_end, reply ? t->im_start : -1);
+    if (code >= 0 && reply) code = sala__push_id(&e, t->im_start);
+    if (code >= 0 && reply) code = sala__encode_between(&e, "assistant\n", 10, t->im_start, -1);
+    sala__release(t->env, text.data);
+    return sala__encoder_finish(&e, code, out);
+}
+/* ------------------------------------------------------------------------------------------------
+   SETTINGS: options and request fields by name, and their ranges
+
+   One table for sala_options and one for sala_request: name, kind, place, range. The same row reads a value
+   from text and checks the field of a struct that a program filled in, so both know the same limits. In a
+   struct 0 means "default"; said by name a 0 must be a value, so `max-tokens 0` is an error and
+   `temperature 0` is not. Numbers are read without the C library, whose answer depends on the locale.
+   Nothing is ignored: an unknown name is an error that suggests a known one.
+   ------------------------------------------------------------------------------------------------ */
+
+enum {               // sala__setting.kind
+    SALA__SET_FLAG,  // int: 1 true on yes, 0 false off no; no value: 1
+    SALA__SET_INT,   // int
+    SALA__SET_LONG,  // int64_t
+    SALA__SET_SEED,  // uint64_t, the whole range
+    SALA__SET_FLOAT, // float
+    SALA__SET_WORD   // const char *, one of `words`
+};
+
+enum {                  // sala__setting.rules
+    SALA__SET_SIZE = 1, // tokens or bytes: K, M, G multiply by 1024, 1024^2, 1024^3
+    SALA__SET_ABOVE =
+        2, // by name a value must be above the minimum: at it, it would read as "default"
+    SALA__SET_NEVER =
+        4, // by name 0 is stored as SALA_DENSE_NEVER, which is then also valid in a struct
+    SALA__SET_BLOCKS = 8, // a multiple of 64
+    SALA__SET_ZERO = 16   // 0 is valid in a struct although below the minimum: the default
+};
+
+typedef struct sala__setting {
+    const char *name;
+    int kind, rules;
+    size_t offset;
+    int64_t minimum, maximum;
+    const char *words; // separated by single spaces
+} sala__setting;
+
+#define SALA__OPTION(field) offsetof(sala_options, field)
+static const sala__setting sala__option_table[] = {
+    {"device", SALA__SET_WORD, 0, SALA__OPTION(device), 0, 0, "auto cpu"},
+    {"threads", SALA__SET_INT, SALA__SET_ZERO, SALA__OPTION(threads), 1, 1024, NULL},
+    {"max-sequences", SALA__SET_INT, SALA__SET_ZERO, SALA__OPTION(max_sequences), 1, 256, NULL},
+    {"context", SALA__SET_LONG, SALA__SET_ZERO | SALA__SET_SIZE, SALA__OPTION(context), 1, 1 << 30,
+     NULL},
+    {"kv-tokens", SALA__SET_LONG, SALA__SET_ZERO | SALA__SET_SIZE, SALA__OPTION(kv_tokens), 1,
+     (int64_t)1 << 40, NULL},
+    {"memory-limit", SALA__SET_LONG, SALA__SET_ZERO | SALA__SET_SIZE, SALA__OPTION(memory_limit), 1,
+     (int64_t)1 << 50, NULL},
+    {"chunk", SALA__SET_INT, SALA__SET_ZERO | SALA__SET_SIZE | SALA__SET_BLOCKS,
+     SALA__OPTION(chunk), 64, 65536, NULL},
+    {"dense-len", SALA__SET_INT, SALA__SET_SIZE | SALA__SET_NEVER, SALA__OPTION(dense_len), 0,
+     1 << 30, NULL},
+    {"logits-rows", SALA__SET_INT, 0, SALA__OPTION(logits_rows), 0, 1 << 20, NULL},
+    {"hidden-states", SALA__SET_FLAG, 0, SALA__OPTION(hidden_states), 0, 1, NULL},
+    {"synthetic", SALA__SET_FLAG, 0, SALA__OPTION(synthetic), 0, 1, NULL},
+    {"synthetic-seed", SALA__SET_SEED, 0, SALA__OPTION(synthetic_seed), 0, 0, NULL},
+    {"template", SALA__SET_WORD, 0, SALA__OPTION(chat_template), 0, 0, "chatml"},
+};
+
+#define SALA__FIELD(field) offsetof(sala_request, field)
+static const sala__setting sala__request_table[] = {
+    {"sequence", SALA__SET_LONG, 0, SALA__FIELD(sequence), 0, INT64_MAX, NULL},
+    {"keep", SALA__SET_FLAG, 0, SALA__FIELD(keep), 0, 1, NULL},
+    {"max-tokens", SALA__SET_LONG, SALA__SET_ZERO | SALA__SET_SIZE, SALA__FIELD(max_tokens), 1,
+     1 << 30, NULL},
+    {"temperature", SALA__SET_FLOAT, 0, SALA__FIELD(temperature), 0, 100, NULL},
+    {"top-k", SALA__SET_INT, 0, SALA__FIELD(top_k), 0, INT32_MAX, NULL},
+    {"top-p", SALA__SET_FLOAT, SALA__SET_ABOVE, SALA__FIELD(top_p), 0, 1, NULL},
+    {"min-p", SALA__SET_FLOAT, 0, SALA__FIELD(min_p), 0, 1, NULL},
+    {"repetition-penalty", SALA__SET_FLOAT, SALA__SET_ABOVE, SALA__FIELD(repetition_penalty), 0,
+     100, NULL},
+    {"presence-penalty", SALA__SET_FLOAT, 0, SALA__FIELD(presence_penalty), -100, 100, NULL},
+    {"frequency-penalty", SALA__SET_FLOAT, 0, SALA__FIELD(frequency_penalty), -100, 100, NULL},
+    {"seed", SALA__SET_SEED, 0, SALA__FIELD(seed), 0, 0, NULL},
+    {"ignore-eos", SALA__SET_FLAG, 0, SALA__FIELD(ignore_eos), 0, 1, NULL},
+    {"logprobs", SALA__SET_INT, 0, SALA__FIELD(logprobs), 0, 20, NULL},
+    {"special-text", SALA__SET_FLAG, 0, SALA__FIELD(special_text), 0, 1, NULL},
+    {"want-rows", SALA__SET_INT, 0, SALA__FIELD(want_rows), 0, 3, NULL},
+};
+#define SALA__ROWS(table) ((int)(sizeof(table) / sizeof(table)[0]))
+
+// ---- reading ----
+
+// A decimal integer, the whole of `text`, perhaps with K, M or G. Returns 0, or -1: malformed or beyond 64 bits.
+static int sala__read_integer(const char *text, int suffix, int *negative, uint64_t *magnitude) {
+    uint64_t v = 0;
+    *negative = *text == '-';
+    text += *negative;
+    if (*text < '0' || *text > '9') return -1;
+    for (; *text >= '0' && *text <= '9'; text++) {
+        if (__builtin_mul_overflow(v, (uint64_t)10, &v)) return -1;
+        if (__builtin_add_overflow(v, (uint64_t)(*text - '0'), &v)) return -1;
+    }
+    if (suffix && *text) {
+        static const char letters[] = "KkMmGg";
+        const char *letter = strchr(letters, *text);
+        if (!letter) return -1;
+        if (__builtin_mul_overflow(v, (uint64_t)1 << (10 * ((letter - letters) / 2 + 1)), &v))
+            return -1;
+        text++;
+    }
+    *magnitude = v;
+    return *text ? -1 : 0;
+}
+
+// A decimal number as JSON writes it, the whole of `text`.
+static int sala__read_number(const char *text, double *value) {
+    sala__json j;
+    sala__json_node node;
+    memset(&j, 0, sizeof j);
+    memset(&node, 0, sizeof node);
+    j.data = (const unsigned char *)text;
+    j.size = strlen(text);
+    j.where = ""; // its error goes nowhere: the caller has a better one
+    if (*text != '-' && (*text < '0' || *text > '9')) return -1;
+    if (sala__json_number(&j, &node, NULL) < 0 || j.at != j.size) return -1;
+    *value = node.number;
+    return 0;
+}
+
+static int sala__parse_flag(const char *text, int *value) {
+    static const char *const words[] = {"0", "1", "false", "true", "off", "on", "no", "yes"};
+    for (int i = 0; i < SALA__ROWS(words); i++) {
+        if (strcmp(text, words[i])) continue;
+        *value = i & 1;
+        return 0;
+    }
+    return -1;
+}
+
+// Is `text` one of `words`?
+static int sala__one_of(const char *text, const char *words) {
+    size_t n = strlen(text);
+    while (words) {
+        const char *end = strchr(words, ' ');
+        size_t m = end ? (size_t)(end - words) : strlen(words);
+        if (m == n && memcmp(text, words, n) == 0) return 1;
+        words = end ? end + 1 : NULL;
+    }
+    return 0;
+}
+
+// ---- checking ----
+
+// A value out of range, quoted as `shown`.
+static int sala__bad_setting(const sala__setting *e, const char *shown, int by_name,
+                             sala_error *err) {
+    const char *kind = e->kind == SALA__SET_FLOAT ? "a number" : "an integer";
+    const char *suffix =
+        by_name && (e->rules & SALA__SET_SIZE) ? " (K, M and G stand for powers of 1024)" : "";
+    if (e->kind == SALA__SET_WORD)
+        return sala__fail(err, SALA_E_ARGUMENT, "%s is \"%.64s\"; it can be one of: %s", e->name,
+                          shown, e->words);
+    if (e->kind == SALA__SET_FLAG)
+        return sala__fail(err, SALA_E_ARGUMENT, "%s is \"%.64s\"; it must be 0 or 1", e->name,
+                          shown);
+    if (e->kind == SALA__SET_SEED)
+        return sala__fail(err, SALA_E_ARGUMENT,
+                          "%s is \"%.64s\"; it must be an integer from 0 to %llu", e->name, shown,
+                          (unsigned long long)UINT64_MAX);
+    if (e->rules & SALA__SET_ABOVE)
+        return sala__fail(err, SALA_E_ARGUMENT,
+                          "%s is \"%.64s\"; it must be %s above %lld, at most %lld", e->name, shown,
+                          kind, (long long)e->minimum, (long long)e->maximum);
+    return sala__fail(err, SALA_E_ARGUMENT,
+                      "%s is \"%.64s\"; it must be %s, at least %lld and at most %lld%s%s", e->name,
+                      shown, kind, (long long)e->minimum, (long long)e->maximum,
+                      e->rules & SALA__SET_BLOCKS ? ", a multiple of 64" : "", suffix);
+}
+
+// Is an integer right for this row? In a struct (not by name) the special values count too.
+static int sala__integer_fits(const sala__setting *e, int64_t v, int by_name) {
+    if (!by_name && v == 0 && (e->rules & SALA__SET_ZERO)) return 1;
+    if (!by_name && v == SALA_DENSE_NEVER && (e->rules & SALA__SET_NEVER)) return 1;
+    return v >= e->minimum && v <= e->maximum && !((e->rules & SALA__SET_BLOCKS) && v % 64);
+}
+
+static int sala__float_fits(const sala__setting *e, float v, int by_name) { // NaN fits nothing
+    if (by_name && (e->rules & SALA__SET_ABOVE) && !(v > (float)e->minimum)) return 0;
+    return v >= (float)e->minimum && v <= (float)e->maximum;
+}
+
+// Check the field that this row describes in a filled-in struct.
+static int sala__check_setting(const sala__setting *e, const void *base, sala_error *err) {
+    const char *at = (const char *)base + e->offset;
+    char shown[40];
+    int64_t v = 0;
+    switch (e->kind) {
+    case SALA__SET_SEED: return 0;
+    case SALA__SET_WORD: {
+        const char *word = *(const char *const *)(const void *)at;
+        return !word || sala__one_of(word, e->words) ? 0 : sala__bad_setting(e, word, 0, err);
+    }
+    case SALA__SET_FLOAT: {
+        float f;
+        memcpy(&f, at, sizeof f);
+        snprintf(shown, sizeof shown, "%g", (double)f);
+        return sala__float_fits(e, f, 0) ? 0 : sala__bad_setting(e, shown, 0, err);
+    }
+    case SALA__SET_LONG: memcpy(&v, at, sizeof v); break;
+    default: {
+        int i;
+        memcpy(&i, at, sizeof i);
+        v = i;
+    }
+    }
+    snprintf(shown, sizeof shown, "%lld", (long long)v);
+    return sala__integer_fits(e, v, 0) ? 0 : sala__bad_setting(e, shown, 0, err);
+}
+
+static int sala__check_table(const sala__setting *table, int rows, const void *base,
+                             sala_error *err) {
+    for (int i = 0; i < rows; i++) {
+        int code = sala__check_setting(&table[i], base, err);
+        if (code < 0) return code;
+    }
+    return 0;
+}
+
+// ---- setting ----
+
+static int sala__same_name(const char *known, const char *name) { // '_' stands for '-'
+    for (; *known; known++, name++)
+        if (*known != (*name == '_' ? '-' : *name)) return 0;
+    return *name == 0;
+}
+
+// Levenshtein's distance; names longer than 32 are far from everything.
+static int sala__name_distance(const char *a, const char *b) {
+    int row[33], n = (int)strlen(a);
+    if (n > 32 || strlen(b) > 32) return 100;
+    for (int i = 0; i <= n; i++) row[i] = i;
+    for (int j = 0; b[j]; j++) {
+        int diagonal = row[0];
+        row[0] = j + 1;
+        for (int i = 1; i <= n; i++) {
+            int change = diagonal + (a[i - 1] != (b[j] == '_' ? '-' : b[j]));
+            int shorter = (row[i] < row[i - 1] ? row[i] : row[i - 1]) + 1;
+            diagonal = row[i];
+            row[i] = change < shorter ? change : shorter;
+        }
+    }
+    return row[n];
+}
+
+static int sala__unknown_setting(const sala__setting *table, int rows, const char *what,
+                                 const char *name, sala_error *err) {
+    int best = 100, at = 0;
+    for (int i = 0; i < rows; i++) {
+        int d = sala__name_distance(table[i].name, name);
+        if (d < best) best = d, at = i;
+    }
+    if (best <= 1 + (int)strlen(table[at].name) / 3)
+        return sala__fail(err, SALA_E_ARGUMENT, "unknown %s \"%.64s\"; did you mean \"%s\"?", what,
+                          name, table[at].name);
+    char known[512];
+    size_t used = 0;
+    for (int i = 0; i < rows && used < sizeof known; i++)
+        used += (size_t)snprintf(known + used, sizeof known - used, "%s%s", i ? ", " : "",
+                                 table[i].name);
+    return sala__fail(err, SALA_E_ARGUMENT, "unknown %s \"%.64s\"; known are %s", what, name,
+                      known);
+}
+
+// Read `value` into the field that the row describes. The struct changes only on success.
+static int sala__set(const sala__setting *e, void *base, const char *value, sala_error *err) {
+    char *at = (char *)base + e->offset;
+    int negative = 0, flag = 1;
+    uint64_t magnitude = 0;
+    double number;
+    if (!value && e->kind != SALA__SET_FLAG)
+        return sala__fail(err, SALA_E_ARGUMENT, "%s needs a value", e->name);
+    switch (e->kind) {
+    case SALA__SET_FLAG:
+        if (value && sala__parse_flag(value, &flag) < 0) return sala__bad_setting(e, value, 1, err);
+        memcpy(at, &flag, sizeof flag);
+        return 0;
+    case SALA__SET_WORD:
+        if (!sala__one_of(value, e->words)) return sala__bad_setting(e, value, 1, err);
+        memcpy(at, &value, sizeof value);
+        return 0;
+    case SALA__SET_FLOAT: {
+        float f = sala__read_number(value, &number) < 0 ? NAN : (float)number;
+        if (!sala__float_fits(e, f, 1)) return sala__bad_setting(e, value, 1, err);
+        memcpy(at, &f, sizeof f);
+        return 0;
+    }
+    default: break;
+    }
+    int bad = sala__read_integer(value, e->rules & SALA__SET_SIZE, &negative, &magnitude) < 0;
+    if (e->kind == SALA__SET_SEED) {
+        if (bad || negative) return sala__bad_setting(e, value, 1, err);
+        memcpy(at, &magnitude, sizeof magnitude);
+        return 0;
+    }
+    if (bad || magnitude > INT64_MAX) return sala__bad_setting(e, value, 1, err);
+    int64_t v = negative ? -(int64_t)magnitude : (int64_t)magnitude;
+    if (!sala__integer_fits(e, v, 1)) return sala__bad_setting(e, value, 1, err);
+    if (v == 0 && (e->rules & SALA__SET_NEVER)) v = SALA_DENSE_NEVER;
+    if (e->kind == SALA__SET_LONG) {
+        memcpy(at, &v, sizeof v);
+    } else {
+        int i = (int)v;
+        memcpy(at, &i, sizeof i);
+    }
+    return 0;
+}
+
+static int sala__set_by_name(const sala__setting *table, int rows, const char *what, void *base,
+                             const char *name, const char *value, sala_error *err) {
+    if (!base || !name)
+        return sala__fail(err, SALA_E_ARGUMENT, "setting a %s needs a struct and a name", what);
+    for (int i = 0; i < rows; i++)
+        if (sala__same_name(table[i].name, name)) return sala__set(&table[i], base, value, err);
+    return sala__unknown_setting(table, rows, what, name, err);
+}
+
+SALA_API int sala_set_option(sala_options *options, const char *name, const char *value,
+                             sala_error *error) {
+    return sala__set_by_name(sala__option_table, SALA__ROWS(sala__option_table), "option", options,
+                             name, value, error);
+}
+
+SALA_API int sala_set_request(sala_request *request, const char *name, const char *value,
+                              sala_error *error) {
+    return sala__set_by_name(sala__request_table, SALA__ROWS(sala__request_table), "request field",
+                             request, name, value, error);
+}
+
+// ---- whole structs ----
+
+static int sala__check_options(const sala_options *o, sala_error *err) {
+    return sala__check_table(sala__option_table, SALA__ROWS(sala__option_table), o, err);
+}
+
+// An array of a request: its count must not be negative or above `most`, and with a count it must be there.
+static int sala__check_array(const char *name, const char *count_name, const void *array,
+                             int64_t count, int64_t most, sala_error *err) {
+    if (count < 0 || count > most)
+        return sala__fail(err, SALA_E_ARGUMENT,
+                          "%s is %lld; it must be at least 0 and at most %lld", count_name,
+                          (long long)count, (long long)most);
+    if (count > 0 && !array)
+        return sala__fail(err, SALA_E_ARGUMENT, "%s is NULL, but %s is %lld", name, count_name,
+                          (long long)count);
+    return 0;
+}
+
+// What the sampler reads, without what depends on the vocabulary.
+static int sala__check_sampling(const sala_request *r, sala_error *err) {
+    int code = sala__check_table(sala__request_table, SALA__ROWS(sala__request_table), r, err);
+    if (code == 0)
+        code = sala__check_array("biases", "bias_count", r->biases, r->bias_count, INT32_MAX, err);
+    for (int i = 0; code == 0 && i < r->bias_count; i++)
+        if (!(r->biases[i].bias < INFINITY)) // NaN too; -infinity is the way to forbid a token
+            code = sala__fail(err, SALA_E_ARGUMENT,
+                              "biases: the bias of token %d is %g; it must be finite or -infinity",
+                              (int)r->biases[i].token, (double)r->biases[i].bias);
+    return code;
+}
+
+#define SALA__STOP_STRINGS 64
+#define SALA__STOP_BYTES 1000
+#define SALA__STOP_TOKENS 1024
+
+// Everything in a request that can be judged without the model.
+static int sala__check_request_fields(const sala_request *r, sala_error *err) {
+    int code = sala__check_sampling(r, err);
+    if (code == 0)
+        code = sala__check_array("tokens", "token_count", r->tokens, r->token_count, 1 << 30, err);
+    if (code == 0)
+        code = sala__check_array("force", "force_count", r->force, r->force_count, 1 << 30, err);
+    if (code == 0)
+        code = sala__check_array("stop", "stop_count", r->stop, r->stop_count, SALA__STOP_STRINGS,
+                                 err);
+    if (code == 0)
+        code = sala__check_array("stop_tokens", "stop_token_count", r->stop_tokens,
+                                 r->stop_token_count, SALA__STOP_TOKENS, err);
+    if (code < 0) return code;
+    if (r->text_bytes > 0 && !r->text)
+        return sala__fail(err, SALA_E_ARGUMENT, "text is NULL, but text_bytes is %zu",
+                          r->text_bytes);
+    if (r->token_count > 0 && r->text)
+        return sala__fail(err, SALA_E_ARGUMENT,
+                          "the request has both tokens and text; give one of them");
+    if (r->token_count == 0 && !r->text && r->sequence == 0) // a kept sequence can just go on
+        return sala__fail(err, SALA_E_ARGUMENT, "the request has no prompt; give tokens or text");
+    for (int i = 0; i < r->stop_count; i++) {
+        if (!r->stop[i] || !r->stop[i][0])
+            return sala__fail(err, SALA_E_ARGUMENT, "stop string %d is %s", i,
+                              r->stop[i] ? "empty" : "NULL");
+        if (strlen(r->stop[i]) > SALA__STOP_BYTES)
+            return sala__fail(err, SALA_E_ARGUMENT, "stop string %d is longer than %d bytes", i,
+                              SALA__STOP_BYTES);
+    }
+    return 0;
+}
+/* ------------------------------------------------------------------------------------------------
+   [6] SAMPLER: from one row of logits to one token
+
+   The token is a function of the request, the tokens before it, the row of logits and the position, and of
+   nothing else: not of the place in a batch, the thread, the scratch memory or the number of tokens drawn so
+   far. Speculation rests on that: a verify row draws the token that plain decoding would draw (speculation by
+   "draw, then match"), so it can only change the speed. The steps, in this order:
+
+   1. bias        logit += bias of the token; -infinity forbids it.
+   2. repetition  over prompt and output (Hugging Face's rule): l > 0 ? l / penalty : l * penalty.
+   3. presence, frequency  over the output (OpenAI's rule): l -= presence + count * frequency where count > 0.
+      Tokens of the tree path above a verify row count as output; the path is added for this call alone.
+   4. temperature 0: the largest logit, of equal ones the lowest id. Nothing below is then used.
+   5. weights     w = exp((l - largest) / temperature), rounded to a multiple of 2^-30 and held as an integer.
+      Integer sums are exact, so no order of summation, vector width or thread count can change a decision,
+      and a draw cannot land beyond the sum. The price: a token 2^31 times less likely than the best is never
+      drawn (an FP32 running sum loses tokens from 2^24 on). exp is our own, without fma and without libm, so
+      that every compiler and machine agrees on its bits.
+   6. min-p, then top-k, then top-p (vLLM's order). All three keep a head of ONE ranking: larger logit first,
+      of equal logits the lower id. min-p keeps w >= min_p * largest w, decided on logits; top-k the first k;
+      top-p the shortest head that holds top_p of the weight that min-p and top-k left.
+   7. draw        inverse CDF over the kept tokens in ascending id, with the random number of (seed, position).
+
+   The random number is Philox4x32-10 (Salmon et al., SC 2011): key = seed, counter = position. It needs no
+   state, and a GPU computes the same one.
+
+   A row that holds NaN or +infinity, or nothing but -infinity, gives -1: an error, never a token.
+   Reported log-probabilities are those of the raw logits, before step 1.
+   ------------------------------------------------------------------------------------------------ */
+
+typedef struct sala__sampler {
+    int32_t vocab;
+    float temperature;
+    int32_t top_k;    // 0: all
+    float top_p;      // 1: all
+    float min_p_log;  // smallest (l - largest) / temperature that min-p keeps; -infinity: all
+    float repetition; // 1: none
+    float presence, frequency;
+    uint64_t seed;
+    int32_t logprobs; // 0: none; n: of the token and of the n best
+    int32_t bias_count;
+    sala_bias *biases; // [bias_count] ascending token
+    int32_t
+        *counts; // [vocab] 2 * times in the output + (1 if in the prompt); NULL without penalties
+} sala__sampler;
+
+static int sala__bias_order(const void *a, const void *b) {
+    int32_t x = ((const sala_bias *)a)->token, y = ((const sala_bias *)b)->token;
+    return (x > y) - (x < y);
+}
+
+static void sala__sampler_free(const sala__env *env, sala__sampler *s) {
+    sala__release(env, s->biases);
+    sala__release(env, s->counts);
+    memset(s, 0, sizeof *s);
+}
+
+static int sala__sampler_biases(const sala__env *env, const sala_request *r, sala__sampler *s,
+                                sala_error *err) {
+    size_t count = (size_t)r->bias_count;
+    s->biases = (sala_bias *)sala__alloc(env, count, sizeof *s->biases, "logit biases", err);
+    if (!s->biases) return SALA_E_MEMORY;
+    memcpy(s->biases, r->biases, count * sizeof *s->biases);
+    qsort(s->biases, count, sizeof *s->biases, sala__bias_order);
+    s->bias_count = r->bias_count;
+    for (size_t i = 0; i < count; i++) {
+        int32_t token = s->biases[i].token;
+        if (token < 0 || token >= s->vocab)
+            return sala__fail(err, SALA_E_ARGUMENT,
+                              "biases: token %d is not in the vocabulary of %d tokens", (int)token,
+                              (int)s->vocab);
+        if (i && s->biases[i - 1].token == token)
+            return sala__fail(err, SALA_E_ARGUMENT, "biases: token %d appears twice", (int)token);
+    }
+    return 0;
+}
+
+// Take the sampling fields of a request. On error nothing is left to free.
+static int sala__sampler_init(const sala__env *env, const sala_request *r, int32_t vocab,
+                              sala__sampler *s, sala_error *err) {
+    memset(s, 0, sizeof *s);
+    if (vocab < 1)
+        return sala__fail(err, SALA_E_ARGUMENT, "a vocabulary of %d tokens cannot be sampled",
+                          (int)vocab);
+    int code = sala__check_sampling(r, err);
+    if (code < 0) return code;
+    s->vocab = vocab;
+    s->temperature = r->temperature;
+    s->top_k = r->top_k;
+    s->top_p = r->top_p > 0 ? r->top_p : 1.0f;
+    // In double, so that rounding to float hides the last bit of this machine's logarithm.
+    s->min_p_log = r->min_p > 0 ? (float)log((double)r->min_p) : -INFINITY;
+    s->repetition = r->repetition_penalty > 0 ? r->repetition_penalty : 1.0f;
+    s->presence = r->presence_penalty;
+    s->frequency = r->frequency_penalty;
+    s->seed = r->seed;
+    s->logprobs = r->logprobs;
+    if (r->bias_count > 0) code = sala__sampler_biases(env, r, s, err);
+    if (code == 0 && (s->repetition != 1.0f || s->presence != 0 || s->frequency != 0)) {
+        s->counts =
+            (int32_t *)sala__alloc(env, (size_t)vocab, sizeof *s->counts, "token counts", err);
+        if (!s->counts) code = SALA_E_MEMORY;
+    }
+    if (code < 0) sala__sampler_free(env, s);
+    return code;
+}
+
+// Count a token of the prompt (is_output 0) or of the output (1). Costs nothing without penalties.
+static void sala__sampler_note(sala__sampler *s, int32_t token, int is_output) {
+    if (!s->counts || token < 0 || token >= s->vocab) return;
+    if (is_output)
+        s->counts[token] += 2;
+    else
+        s->counts[token] |= 1;
+}
+
+// ---- numbers ----
+
+// Order of floats as order of integers; -0 becomes +0. NaN lies beyond both infinities.
+static inline int32_t sala__float_order(float x) {
+    uint32_t u = sala_f32_bits(x + 0.0f);
+    return (int32_t)(u ^ ((uint32_t)((int32_t)u >> 31) & 0x7FFFFFFFu));
+}
+
+// The random 64 bits of (seed, position): Philox4x32, ten rounds, the first two of its four words.
+static uint64_t sala__random(uint64_t seed, uint64_t position) {
+    uint32_t c[4] = {(uint32_t)position, (uint32_t)(position >> 32), 0, 0};
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t a = (uint64_t)c[0] * 0xD2511F53u, b = (uint64_t)c[2] * 0xCD9E8D57u;
+        c[0] = (uint32_t)(b >> 32) ^ c[1] ^ k0;
+        c[2] = (uint32_t)(a >> 32) ^ c[3] ^ k1;
+        c[1] = (uint32_t)b;
+        c[3] = (uint32_t)a;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return (uint64_t)c[1] << 32 | c[0];
+}
+
+// floor(r * n / 2^64): a number below n from 64 random bits.
+static uint64_t sala__scale_random(uint64_t r, uint64_t n) {
+    __extension__ typedef unsigned __int128 wide;
+    return (uint64_t)((wide)r * n >> 64);
+}
+
+// exp(x) for x <= 0, within 2 units in the last place; x below -87 counts as -87. Cody-Waite reduction (the
+// first product is exact) and Cephes' polynomial; plain products and sums, which any compiler vectorises.
+static inline float sala__exp_negative(float x) {
+    float y = x > -87.0f ? x : -87.0f;
+    float shifted = y * 1.44269504f + 12582912.0f; // + 1.5 * 2^23 rounds to an integer
+    float n = shifted - 12582912.0f;
+    float r = (y - n * 0.693359375f) - n * -2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = (p * (r * r) + r) + 1.0f;
+    return p * sala_bits_f32((uint32_t)((int32_t)n + 127) << 23);
+}
+
+// ---- the steps ----
+
+// The token of the largest value, of equal ones the lowest id; -1 when a value is NaN or +infinity or all are
+// -infinity. One pass: an integer maximum is vectorised where a float maximum is not, and a block is
+// searched for its winner, while it is in the first-level cache, only when it beats all before it.
+static int32_t sala__sampler_argmax(const float *x, int32_t vocab) {
+    const int32_t low = sala__float_order(-INFINITY), high = sala__float_order(INFINITY);
+    int32_t best = low, token = -1;
+    for (int32_t from = 0; from < vocab; from += 1024) {
+        int32_t count = vocab - from < 1024 ? vocab - from : 1024, most = low, least = high;
+        for (int32_t i = 0; i < count; i++) {
+            int32_t k = sala__float_order(x[from + i]);
+            most = k > most ? k : most;
+            least = k < least ? k : least;
+        }
+        if (most >= high || least < low) return -1;
+        if (most <= best) continue;
+        best = most;
+        token = from;
+        while (sala__float_order(x[token]) != best) token++;
+    }
+    return token;
+}
+
+// Only a bias of -infinity forbids a token: arithmetic alone never makes a finite logit infinite.
+static inline float sala__finite(float x) { // NaN stays
+    return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x;
+}
+
+static inline float sala__add_bias(float x, float bias) {
+    return x == -INFINITY || bias == -INFINITY ? -INFINITY : sala__finite(x + bias);
+}
+
+// Steps 2 and 3 for one token that occurred: `outputs` times in the output, perhaps only in the prompt.
+static inline float sala__penalise(const sala__sampler *s, float x, int32_t outputs) {
+    if (x == -INFINITY) return x;
+    x = x > 0 ? x / s->repetition : x * s->repetition;
+    if (outputs > 0) x -= s->presence + (float)outputs * s->frequency;
+    return sala__finite(x);
+}
+
+// Steps 1 to 3 into `out`.
+static void sala__sampler_adjust(const sala__sampler *s, const float *logits, const int32_t *path,
+                                 int path_count, float *out) {
+    memcpy(out, logits, (size_t)s->vocab * sizeof *out);
+    for (int32_t b = 0; b < s->bias_count; b++) {
+        int32_t t = s->biases[b].token;
+        out[t] = sala__add_bias(out[t], s->biases[b].bias);
+    }
+    if (!s->counts) return;
+    for (int32_t t = 0; t < s->vocab; t++)
+        if (s->counts[t]) out[t] = sala__penalise(s, out[t], s->counts[t] >> 1);
+    for (int i = 0; i < path_count;
+         i++) { // again from the raw logit; for a token that repeats, idempotent
+        int32_t t = path[i], outputs;
+        if (t < 0 || t >= s->vocab) continue;
+        outputs = s->counts[t] >> 1;
+        for (int j = 0; j < path_count; j++) outputs += path[j] == t;
+        sala_bias key = {t, 0};
+        const sala_bias *bias =
+            s->bias_count == 0 ? NULL
+                               : (const sala_bias *)bsearch(&key, s->biases, (size_t)s->bias_count,
+                                                            sizeof key, sala__bias_order);
+        float x = bias ? sala__add_bias(logits[t], bias->bias) : logits[t];
+        out[t] = sala__penalise(s, x, outputs);
+    }
+}
+
+// Step 5, with min-p: weight[t] in units of 2^-30, 0 where min-p drops the token. Returns their sum.
+static uint64_t sala__sampler_weigh(const sala__sampler *s, const float *x, float largest,
+                                    int32_t *weight) {
+    const float temperature = s->temperature, min_p_log = s->min_p_log;
+    const int32_t vocab =
+        s->vocab; // locals: `weight` could alias the sampler as far as a compiler knows
+    uint64_t sum = 0;
+    for (int32_t t = 0; t < vocab; t++) {
+        float y = (x[t] - largest) / temperature;
+        int32_t w = (int32_t)(sala__exp_negative(y) * 1073741824.0f + 0.5f);
+        w = y >= min_p_log ? w : 0;
+        weight[t] = w;
+        sum += (uint32_t)w;
+    }
+    return sum;
+}
+
+// The tokens with weight and x >= floor, ascending. Returns how many, *sum their weight.
+static int32_t sala__sampler_gather(const float *x, const int32_t *weight, int32_t vocab,
+                                    float floor_x, int32_t *list, uint64_t *sum) {
+    int32_t n = 0;
+    uint64_t total = 0;
+    for (int32_t t = 0; t < vocab; t++) {
+        int32_t w = x[t] >= floor_x ? weight[t] : 0;
+        list[n] = t; // no branch: it could not be predicted
+        n += w != 0;
+        total += (uint32_t)w;
+    }
+    *sum = total;
+    return n;
+}
+
+// Shorten the list (ascending ids) to the shortest head of the ranking that has `count` tokens or the weight
+// `need`, whichever comes first; both are at least 1 and not more than there is, but for one that plays no part.
+// A radix selection, eight bits of the logits' order at a time: linear in n whatever the values are.
+static int32_t sala__sampler_cut(const float *x, const int32_t *weight, int32_t *list, int32_t n,
+                                 int64_t count, uint64_t need, uint64_t *sum) {
+    uint32_t cut = 0, mask = 0; // the upper digits of the last kept value
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        int64_t numbers[256] = {0};
+        uint64_t sums[256] = {0};
+        for (int32_t i = 0; i < n; i++) {
+            uint32_t key = (uint32_t)sala__float_order(x[list[i]]) ^ 0x80000000u;
+            if ((key & mask) != cut) continue;
+            numbers[key >> shift & 255]++;
+            sums[key >> shift & 255] += (uint32_t)weight[list[i]];
+        }
+        uint32_t digit = 255;
+        for (; digit > 0 && numbers[digit] < count && sums[digit] < need; digit--) {
+            count -= numbers[digit];
+            need -= sums[digit];
+        }
+        cut |= digit << shift;
+        mask |= 255u << shift;
+    }
+    // `count` and `need` are now what the tokens that equal the cut must still give, lowest ids first.
+    int32_t kept = 0;
+    uint64_t kept_sum = 0;
+    for (int32_t i = 0; i < n; i++) {
+        uint32_t key = (uint32_t)sala__float_order(x[list[i]]) ^ 0x80000000u;
+        uint64_t w = (uint32_t)weight[list[i]];
+        int take = key > cut;
+        if (key == cut && count > 0 && need > 0) {
+            take = 1;
+            count--;
+            need -= w < need ? w : need;
+        }
+        list[kept] = list[i]; // no branch, as above
+        kept += take;
+        kept_sum += take ? w : 0;
+    }
+    *sum = kept_sum;
+    return kept;
+}
+
+// Steps 5 and 6: the kept tokens in `list`, ascending. Returns how many (at least 1), *sum their weight.
+static int32_t sala__sampler_keep(const sala__sampler *s, const float *x, float largest,
+                                  int32_t *weight, int32_t *list, uint64_t *sum) {
+    uint64_t total = sala__sampler_weigh(s, x, largest, weight);
+    double share = (double)s->top_p;
+    int32_t n = 0;
+    int enough = s->top_k == 0 && share >= 1; // without a cut all are needed
+    // A cut nearly always lies near the best token, so those within a factor e^8, then e^16, are tried alone.
+    for (float reach = 8; reach <= 16 && !enough; reach += 8) {
+        n = sala__sampler_gather(x, weight, s->vocab, largest - reach * s->temperature, list, sum);
+        enough = s->top_k > 0 ? n >= s->top_k : (double)*sum >= share * (double)total;
+    }
+    if (!enough || n == 0) n = sala__sampler_gather(x, weight, s->vocab, -INFINITY, list, sum);
+    if (s->top_k > 0 && n > s->top_k)
+        n = sala__sampler_cut(x, weight, list, n, s->top_k, UINT64_MAX, sum);
+    if (s->top_k > 0) total = *sum;
+    if (share < 1) {
+        double target = share * (double)total;
+        uint64_t need = (uint64_t)target;
+        if ((double)need < target || need == 0) need++;
+        if (need > *sum)
+            need = *sum; // a double holds the sum exactly below 2^23 tokens; then never
+        n = sala__sampler_cut(x, weight, list, n, n, need, sum);
+    }
+    return n;
+}
+
+// Log-probabilities of the raw logits: of the chosen token, and of the s->logprobs best, best first. Tokens of
+// probability 0 are not listed.
+static void sala__sampler_report(const sala__sampler *s, const float *logits, float largest,
+                                 int32_t token, float *logprob, sala_logprob *top, int *top_count) {
+    const int32_t vocab = s->vocab;
+    double lanes[8] = {0}, sum = 0; // eight sums side by side, always in this order
+    for (int32_t from = 0; from < vocab; from += 256) {
+        float e[256] = {0};
+        int32_t count = vocab - from < 256 ? vocab - from : 256;
+        for (int32_t i = 0; i < count; i++) e[i] = sala__exp_negative(logits[from + i] - largest);
+        for (int32_t i = 0; i < 256; i += 8)
+            for (int j = 0; j < 8; j++) lanes[j] += (double)e[i + j];
+    }
+    for (int j = 0; j < 8; j++) sum += lanes[j];
+    double log_sum = log(sum);
+    *logprob = (float)((double)logits[token] - (double)largest - log_sum);
+    int n = 0;
+    float last = -INFINITY; // what a token must exceed to be listed
+    for (int32_t t = 0; t < vocab; t++) {
+        if (!(logits[t] > last)) continue;
+        int at = n < s->logprobs ? n++ : n - 1;
+        for (; at > 0 && top[at - 1].logprob < logits[t]; at--) top[at] = top[at - 1];
+        top[at].token = t;
+        top[at].logprob = logits[t];
+        if (n == s->logprobs) last = top[n - 1].logprob;
+    }
+    for (int i = 0; i < n; i++)
+        top[i].logprob = (float)((double)top[i].logprob - (double)largest - log_sum);
+    *top_count = n;
+}
+
+// Bytes of scratch that one call of sala__sample needs, aligned for float.
+static size_t sala__sampler_scratch(int32_t vocab) {
+    return (size_t)vocab * 3 * sizeof(float);
+}
+
+// Choose the token of `position` (absolute: its own place in the sequence). `path` are the tokens before it
+// that the sampler has not been told of (a verify row's ancestors), counted as output. Returns -1 when the logits
+// are unusable. `logprob`, `top` [s->logprobs] and `top_count` are filled when the request wants log-probabilities,
+// else set to 0; they may be NULL then.
+static int32_t sala__sample(const sala__sampler *s, const float *logits, int64_t position,
+                            const int32_t *path, int path_count, void *scratch, float *logprob,
+                            sala_logprob *top, int *top_count) {
+    float *adjusted = (float *)scratch;                 // [vocab]
+    int32_t *weight = (int32_t *)(adjusted + s->vocab); // [vocab]
+    int32_t *list = weight + s->vocab;                  // [vocab]
+    if (logprob) *logprob = 0;
+    if (top_count) *top_count = 0;
+    int32_t likeliest = sala__sampler_argmax(logits, s->vocab), token = likeliest;
+    if (likeliest < 0) return -1;
+    const float *x = logits;
+    if (s->bias_count || s->counts) {
+        sala__sampler_adjust(s, logits, path, path_count, adjusted);
+        x = adjusted;
+        token = sala__sampler_argmax(x, s->vocab);
+        if (token < 0) return -1;
+    }
+    if (s->temperature > 0) {
+        uint64_t sum;
+        int32_t n = sala__sampler_keep(s, x, x[token], weight, list, &sum), i = 0;
+        uint64_t at = sala__scale_random(sala__random(s->seed, (uint64_t)position), sum);
+        while (i < n - 1 && at >= (uint32_t)weight[list[i]]) at -= (uint32_t)weight[list[i++]];
+        token = list[i];
+    }
+    if (s->logprobs > 0)
+        sala__sampler_report(s, logits, logits[likeliest], token, logprob, top, top_count);
+    return token;
+}
+/* ------------------------------------------------------------------------------------------------
+   [7] CPU BACK END
+
+   One plain C body per operation. Together they are the definition of what a device kernel must compute;
+   they are also fast enough to be used.
+
+   SIMD. All vector code works on 16 FP32 lanes (sala__v16), a GCC and Clang vector type: the compiler lowers
+   it to one AVX-512 register, two of AVX, four of SSE or NEON. +, - and * on it are single IEEE operations of
+   each lane. The one thing that the type cannot say is "multiply and add with one rounding"; sala__fma is the
+   only function with intrinsics. So every machine computes the same bits.
+
+   THREADS. An operation is a number of items; threads take items from a shared counter. What an item computes
+   depends on the item alone and no two items write the same place, so neither the number of threads nor who
+   took which item can change a bit. No floating-point sum is ever shared between threads.
+   ------------------------------------------------------------------------------------------------ */
+
+#include <signal.h>
+#if defined(__FMA__) || defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+// 64-byte vectors are passed by value between functions that are always inlined; the note that their calling
+// convention depends on -mavx512f does not concern them.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+#define SALA__INLINE static inline __attribute__((always_inline, unused))
+
+// ---- 16 lanes ----
+
+typedef float sala__v16 __attribute__((vector_size(64)));
+typedef uint32_t sala__u16 __attribute__((vector_size(64)));
+typedef uint16_t sala__h16 __attribute__((vector_size(32))); // 16 numbers of 16 bits
+
+// The same in memory: at any address that suits an element, and under any other type.
+typedef float sala__v16_memory __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t sala__h16_memory __attribute__((vector_size(32), aligned(2), may_alias));
+
+SALA__INLINE sala__v16 sala__set16(float x) {
+    return x - (sala__v16){0}; // x - 0 is x, also for -0 and NaN
+}
+
+SALA__INLINE sala__v16 sala__load16(const float *p) {
+    return *(const sala__v16_memory *)p;
+}
+
+SALA__INLINE void sala__store16(float *p, sala__v16 v) {
+    *(sala__v16_memory *)p = v;
+}
+
+SALA__INLINE sala__v16 sala__widen_bf16(const void *p) {
+    sala__h16 h = *(const sala__h16_memory *)p;
+    return (sala__v16)(__builtin_convertvector(h, sala__u16) << 16);
+}
+
+// As sala_f16_f32.
+SALA__INLINE sala__v16 sala__widen_f16(const void *p) {
+    sala__h16 h = *(const sala__h16_memory *)p;
+    sala__u16 u = __builtin_convertvector(h, sala__u16);
+    sala__u16 magnitude = (u & 0x7FFFu) << 13, sign = (u & 0x8000u) << 16;
+    sala__u16 finite = (sala__u16)((sala__v16)magnitude * sala__set16(0x1p112f));
+    sala__u16 large = (sala__u16)(magnitude >= 0x0F800000u); // Inf, NaN
+    return (sala__v16)(sign | (large & (magnitude | 0x70000000u)) | (~large & finite));
+}
+
+SALA__INLINE sala__v16 sala__load_weight16(const void *data, int32_t format, size_t index) {
+    if (format == SALA_BF16) return sala__widen_bf16((const uint16_t *)data + index);
+    if (format == SALA_F16) return sala__widen_f16((const uint16_t *)data + index);
+    return sala__load16((const float *)data + index);
+}
+
+#ifdef SALA_ACT_FP32
+SALA__INLINE sala__v16 sala__load_act16(const sala_act *p) {
+    return sala__load16(p);
+}
+SALA__INLINE void sala__store_act16(sala_act *p, sala__v16 v) {
+    sala__store16(p, v);
+}
+#else
+SALA__INLINE sala__v16 sala__load_act16(const sala_act *p) {
+    return sala__widen_bf16(p);
+}
+SALA__INLINE void sala__store_act16(sala_act *p, sala__v16 v) { // as sala_f32_bf16
+    sala__u16 u = (sala__u16)v;
+    sala__u16 nan = (sala__u16)((u & 0x7FFFFFFFu) > 0x7F800000u);
+    sala__u16 rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
+    sala__u16 quiet = (u >> 16) | 0x40u;
+    *(sala__h16_memory *)p = __builtin_convertvector((nan & quiet) | (~nan & rounded), sala__h16);
+}
+#endif
+
+// a * b + c, rounded once.
+SALA__INLINE sala__v16 sala__fma16(sala__v16 a, sala__v16 b, sala__v16 c) {
+#if defined(__AVX512F__)
+    return (sala__v16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    __m256 x[2], y[2], z[2];
+    memcpy(x, &a, 64), memcpy(y, &b, 64), memcpy(z, &c, 64);
+    z[0] = _mm256_fmadd_ps(x[0], y[0], z[0]);
+    z[1] = _mm256_fmadd_ps(x[1], y[1], z[1]);
+    memcpy(&c, z, 64);
+    return c;
+#else
+    for (int i = 0; i < 16; i++) c[i] = fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
+// The fixed tree of a sum of 16 lanes: lanes i and i + 8, then i + 4, i + 2, i + 1.
+SALA__INLINE float sala__sum16(sala__v16 v) {
+    float lane[16];
+    sala__store16(lane, v);
+    for (int half = 8; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) lane[i] = lane[i] + lane[i + half];
+    return lane[0];
+}
+
+SALA__INLINE float sala__max16(sala__v16 v) { // of numbers: where a NaN stands, the answer may be any lane
+    float lane[16];
+    sala__store16(lane, v);
+    for (int half = 8; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
+    return lane[0];
+}
+
+SALA__INLINE sala__v16 sala__choose16(sala__u16 mask, sala__v16 yes, sala__v16 no) {
+    return (sala__v16)((mask & (sala__u16)yes) | (~mask & (sala__u16)no));
+}
+
+// e^x within 1 ulp: 2^n * e^r with n = round(x / ln 2), a polynomial for e^r, |r| <= ln(2) / 2. Subnormal
+// results are rounded, not flushed; below -104 it is 0, above 88.73 infinity; NaN stays NaN.
+SALA__INLINE sala__v16 sala__exp16(sala__v16 x) {
+    const float round = 0x1.8p23f; // adding it rounds to an integer, which then stands in the low bits
+    x = sala__choose16((sala__u16)(x < -104.0f), sala__set16(-104.0f), x);
+    x = sala__choose16((sala__u16)(x > 89.0f), sala__set16(89.0f), x);
+    sala__v16 shifted = sala__fma16(x, sala__set16(1.44269504f), sala__set16(round));
+    sala__v16 n = shifted - sala__set16(round);
+    sala__v16 r = sala__fma16(n, sala__set16(-0x1.62e400p-1f), x); // ln 2 in two parts, n times the first is exact
+    r = sala__fma16(n, sala__set16(-0x1.7f7d1cp-20f), r);
+    sala__v16 p = sala__set16(1.9875691500e-4f);
+    p = sala__fma16(p, r, sala__set16(1.3981999507e-3f));
+    p = sala__fma16(p, r, sala__set16(8.3334519073e-3f));
+    p = sala__fma16(p, r, sala__set16(4.1665795894e-2f));
+    p = sala__fma16(p, r, sala__set16(1.6666665459e-1f));
+    p = sala__fma16(p, r, sala__set16(5.0000001201e-1f));
+    p = sala__fma16(p, r * r, r);
+    p = p + sala__set16(1.0f);
+    // 2^n as two factors, so that n may be -150 or 128.
+    sala__u16 e = (sala__u16)shifted - (sala_f32_bits(round) - 256u), half = e >> 1;
+    sala__v16 low = (sala__v16)((half - 1u) << 23), high = (sala__v16)((e - half - 1u) << 23);
+    return p * low * high;
+}
+
+SALA__INLINE sala__v16 sala__sigmoid16(sala__v16 x) { // 1 / (1 + e^-x)
+    return sala__set16(1.0f) / (sala__set16(1.0f) + sala__exp16(-x));
+}
+
+SALA__INLINE sala__v16 sala__silu16(sala__v16 x) { // x * sigmoid(x)
+    return x / (sala__set16(1.0f) + sala__exp16(-x));
+}
+
+// ---- threads ----
+// A pool of threads - 1 threads; the caller's is thread 0. A decode step starts some hundreds of jobs a few
+// microseconds apart, so threads without work spin for a while before they sleep.
+//
+// `state` holds the number of the job, whether it is open, and how many workers are in it. A worker enters an
+// open job by counting itself in; the caller closes the job when no item is left and waits for those inside.
+// A worker that wakes up too late finds the job closed: nobody waits for threads that the system keeps waiting.
+
+#define SALA__MAX_THREADS 256
+#define SALA__OPEN 0x8000u                    // in state; below it the workers inside, above it the job's number
+#define SALA__SPIN_SECONDS 50e-6
+
+typedef void (*sala__body)(void *context, int64_t item, int thread);
+
+typedef struct sala__cpu sala__cpu;
+
+typedef struct sala__worker {
+    sala__cpu *cpu;
+    pthread_t handle;
+    int thread;
+} sala__worker;
+
+struct sala__cpu { // not to be moved or copied while open
+    sala__env env;
+    int threads, processors;
+    int started; // workers that run: threads - 1 once open
+    sala__worker *workers; // [threads - 1]
+    unsigned char *scratch_memory, *scratch; // [threads, scratch_stride]
+    size_t scratch_stride;
+    pthread_mutex_t mutex;
+    pthread_cond_t wake;
+    // the job
+    sala__body body;
+    void *context;
+    int64_t items, grain;
+    char apart0[64]; // what threads write often does not share a cache line
+    uint64_t state;
+    char apart1[64];
+    int64_t next;
+    char apart2[64];
+    int sleepers, stop;
+};
+
+static void sala__pause(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void sala__take_items(sala__cpu *cpu, int thread) {
+    sala__body body = cpu->body;
+    void *context = cpu->context;
+    int64_t items = cpu->items, grain = cpu->grain;
+    for (;;) {
+        int64_t from = __atomic_fetch_add(&cpu->next, grain, __ATOMIC_RELAXED);
+        if (from >= items) break;
+        int64_t to = items - from < grain ? items : from + grain;
+        for (int64_t i = from; i < to; i++) body(context, i, thread);
+    }
+}
+
+// Wait for a job after number `seen`. Returns the state, or 0 when the pool closes.
+static uint64_t sala__await_job(sala__cpu *cpu, uint64_t seen) {
+    double until = 0;
+    for (unsigned spins = 0;; spins++) {
+        uint64_t state = __atomic_load_n(&cpu->state, __ATOMIC_ACQUIRE);
+        if (__atomic_load_n(&cpu->stop, __ATOMIC_ACQUIRE)) return 0;
+        if ((state & SALA__OPEN) && state >> 16 != seen) return state;
+        sala__pause();
+        if (spins % 64 != 63) continue;
+        if (cpu->threads > cpu->processors) sched_yield();
+        double now = sala__now();
+        if (until == 0) until = now + SALA__SPIN_SECONDS;
+        if (now < until) continue;
+        pthread_mutex_lock(&cpu->mutex);
+        __atomic_fetch_add(&cpu->sleepers, 1, __ATOMIC_SEQ_CST);
+        for (;;) {
+            state = __atomic_load_n(&cpu->state, __ATOMIC_SEQ_CST);
+            if (((state & SALA__OPEN) && state >> 16 != seen) || __atomic_load_n(&cpu->stop, __ATOMIC_ACQUIRE)) break;
+            pthread_cond_wait(&cpu->wake, &cpu->mutex);
+        }
+        __atomic_fetch_sub(&cpu->sleepers, 1, __ATOMIC_SEQ_CST);
+        pthread_mutex_unlock(&cpu->mutex);
+        until = 0;
+    }
+}
+
+static void *sala__worker_main(void *argument) {
+    sala__worker *worker = (sala__worker *)argument;
+    sala__cpu *cpu = worker->cpu;
+    uint64_t seen = 0;
+    for (;;) {
+        uint64_t state = sala__await_job(cpu, seen);
+        if (state == 0) return NULL;
+        if (!__atomic_compare_exchange_n(&cpu->state, &state, state + 1, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) continue;
+        seen = state >> 16;
+        sala__take_items(cpu, worker->thread);
+        __atomic_fetch_sub(&cpu->state, 1, __ATOMIC_RELEASE);
+    }
+}
+
+static void sala__wake_sleepers(sala__cpu *cpu) {
+    if (__atomic_load_n(&cpu->sleepers, __ATOMIC_SEQ_CST) == 0) return;
+    pthread_mutex_lock(&cpu->mutex);
+    pthread_cond_broadcast(&cpu->wake);
+    pthread_mutex_unlock(&cpu->mutex);
+}
+
+// Run body(context, i, thread) for i = 0 .. items - 1 and return when all are done. `thread` numbers who runs
+// it, for scratch. A body may not start a job itself.
+static void sala__parallel(sala__cpu *cpu, int64_t items, sala__body body, void *context) {
+    if (items <= 1 || cpu->threads == 1) {
+        for (int64_t i = 0; i < items; i++) body(context, i, 0);
+        return;
+    }
+    cpu->body = body;
+    cpu->context = context;
+    cpu->items = items;
+    cpu->grain = items / (16 * (int64_t)cpu->threads);
+    if (cpu->grain < 1) cpu->grain = 1;
+    __atomic_store_n(&cpu->next, 0, __ATOMIC_RELAXED);
+    uint64_t job = (__atomic_load_n(&cpu->state, __ATOMIC_RELAXED) >> 16) + 1;
+    __atomic_store_n(&cpu->state, job << 16 | SALA__OPEN, __ATOMIC_SEQ_CST);
+    sala__wake_sleepers(cpu);
+    sala__take_items(cpu, 0);
+    uint64_t state = __atomic_and_fetch(&cpu->state, ~(uint64_t)SALA__OPEN, __ATOMIC_ACQ_REL);
+    for (unsigned spins = 0; state & (SALA__OPEN - 1); spins++) {
+        sala__pause();
+        if (spins > 1000 || cpu->threads > cpu->processors) sched_yield();
+        state = __atomic_load_n(&cpu->state, __ATOMIC_ACQUIRE);
+    }
+}
+
+static void *sala__cpu_scratch(sala__cpu *cpu, int thread) { // 64-byte aligned, zeroed at open
+    return cpu->scratch + (size_t)thread * cpu->scratch_stride;
+}
+
+// Processors that this process may use: its affinity mask, and the quota of its control group.
+static int sala__processors(void) {
+    int count = (int)sysconf(_SC_NPROCESSORS_ONLN);
+#ifdef CPU_COUNT
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) count = CPU_COUNT(&set);
+#endif
+    FILE *file = fopen("/sys/fs/cgroup/cpu.max", "r");
+    if (file) {
+        long long quota, period;
+        if (fscanf(file, "%lld %lld", &quota, &period) == 2 && quota > 0 && period > 0) {
+            long long whole = (quota + period - 1) / period;
+            if (whole < count) count = (int)whole;
+        }
+        fclose(file);
+    }
+    return count < 1 ? 1 : count > SALA__MAX_THREADS ? SALA__MAX_THREADS : count;
+}
+
+static void sala__cpu_close(sala__cpu *cpu) {
+    if (cpu->threads == 0) return;
+    __atomic_store_n(&cpu->stop, 1, __ATOMIC_RELEASE);
+    pthread_mutex_lock(&cpu->mutex);
+    pthread_cond_broadcast(&cpu->wake);
+    pthread_mutex_unlock(&cpu->mutex);
+    for (int i = 0; i < cpu->started; i++) pthread_join(cpu->workers[i].handle, NULL);
+    pthread_cond_destroy(&cpu->wake);
+    pthread_mutex_destroy(&cpu->mutex);
+    sala__release(&cpu->env, cpu->workers);
+    sala__release(&cpu->env, cpu->scratch_memory);
+    memset(cpu, 0, sizeof *cpu);
+}
+
+// Signals are for the threads of the host: workers are born with all of them blocked.
+static int sala__cpu_start(sala__cpu *cpu, sala_error *err) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int code = 0;
+    for (int i = 0; i < cpu->threads - 1 && code == 0; i++) {
+        sala__worker *worker = &cpu->workers[i];
+        worker->cpu = cpu;
+        worker->thread = i + 1;
+        code = pthread_create(&worker->handle, NULL, sala__worker_main, worker);
+        if (code == 0) cpu->started++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (code == 0) return 0;
+    return sala__fail(err, SALA_E_MEMORY, "cannot start thread %d of %d: %s; set a smaller number of threads",
+                      cpu->started + 2, cpu->threads, strerror(code));
+}
+
+#define SALA__GEMM_ROWS 64 // rows of x, and weight rows, that one item of a matrix product works on
+#define SALA__GEMM_SCRATCH (sizeof(float) * (2 * SALA__GEMM_ROWS * SALA_GEMM_K + SALA__GEMM_ROWS * SALA__GEMM_ROWS))
+
+// `threads` 0: one for each processor. `scratch_bytes` for each thread.
+static int sala__cpu_open(const sala__env *env, int threads, size_t scratch_bytes, sala__cpu *cpu, sala_error *err) {
+    memset(cpu, 0, sizeof *cpu);
+    cpu->env = *env;
+    cpu->processors = sala__processors();
+    if (threads <= 0) threads = cpu->processors;
+    if (threads > SALA__MAX_THREADS)
+        return sala__fail(err, SALA_E_ARGUMENT, "threads: %d is more than %d", threads, SALA__MAX_THREADS);
+    if (scratch_bytes < SALA__GEMM_SCRATCH) scratch_bytes = SALA__GEMM_SCRATCH;
+    if (scratch_bytes > SIZE_MAX / 2 / SALA__MAX_THREADS)
+        return sala__fail(err, SALA_E_MEMORY, "out of memory: %zu bytes of scratch for each thread", scratch_bytes);
+    cpu->scratch_stride = (scratch_bytes + 4095) / 4096 * 4096 + 64; // threads do not meet in the same cache sets
+    cpu->workers = (sala__worker *)sala__alloc(env, (size_t)threads, sizeof(sala__worker), "threads", err);
+    if (!cpu->workers) return SALA_E_MEMORY;
+    cpu->scratch_memory = (unsigned char *)sala__alloc(env, (size_t)threads * cpu->scratch_stride + 64, 1, "scratch of the threads", err);
+    if (!cpu->scratch_memory) {
+        sala__release(env, cpu->workers);
+        return SALA_E_MEMORY;
+    }
+    cpu->scratch = cpu->scratch_memory + (64 - (uintptr_t)cpu->scratch_memory % 64) % 64;
+    pthread_mutex_init(&cpu->mutex, NULL);
+    pthread_cond_init(&cpu->wake, NULL);
+    cpu->threads = threads;
+    int code = sala__cpu_start(cpu, err);
+    if (code < 0) sala__cpu_close(cpu);
+    return code;
+}
+
+// ---- matrix products ----
+// The definition of one element: the sum over k is cut into partial sums over SALA_GEMM_K elements, counted from
+// k = 0 (the last may be shorter; k is a multiple of 16); a partial sum is 16 interleaved fma chains (lane =
+// k mod 16) that start at 0, folded by sala__sum16; the partial sums are added in order to 0, in FP32.
+
+static SALA__UNUSED float sala__dot_reference(const float *x, const float *w, int k) { // [k] [k]
+    float sum = 0;
+    for (int from = 0; from < k; from += SALA_GEMM_K) {
+        float lane[SALA_LANES] = {0};
+        for (int i = from; i < k && i < from + SALA_GEMM_K; i++)
+            lane[i % SALA_LANES] = fmaf(x[i], w[i], lane[i % SALA_LANES]);
+        for (int half = SALA_LANES / 2; half > 0; half /= 2)
+            for (int i = 0; i < half; i++) lane[i] = lane[i] + lane[i + half];
+        sum = sum + lane[0];
+    }
+    return sum;
+}
+
+typedef struct sala__gemm_job {
+    sala__cpu *cpu;
+    const sala_gemm_args *a;
+    int64_t row_blocks;
+} sala__gemm_job;
+
+static void sala__gemm_item(void *context, int64_t item, int thread) {
+    sala__gemm_job *job = (sala__gemm_job *)context;
+    const sala_gemm_args *a = job->a;
+    int64_t panel = item / job->row_blocks, r0 = item % job->row_blocks * SALA__GEMM_ROWS;
+    int which = 0;
+    while (panel >= (a->w[which].n + SALA__GEMM_ROWS - 1) / SALA__GEMM_ROWS)
+        panel -= (a->w[which++].n + SALA__GEMM_ROWS - 1) / SALA__GEMM_ROWS;
+    const sala_weight *w = &a->w[which];
+    int64_t n0 = panel * SALA__GEMM_ROWS, k = w->k;
+    int64_t rows = a->rows - r0 < SALA__GEMM_ROWS ? a->rows - r0 : SALA__GEMM_ROWS;
+    int64_t cols = w->n - n0 < SALA__GEMM_ROWS ? w->n - n0 : SALA__GEMM_ROWS;
+    float *xs = (float *)sala__cpu_scratch(job->cpu, thread), *ws = xs + SALA__GEMM_ROWS * SALA_GEMM_K;
+    float *sum = ws + SALA__GEMM_ROWS * SALA_GEMM_K;
+    memset(sum, 0, sizeof(float) * SALA__GEMM_ROWS * SALA__GEMM_ROWS);
+    for (int64_t from = 0; from < k; from += SALA_GEMM_K) {
+        int64_t depth = k - from < SALA_GEMM_K ? k - from : SALA_GEMM_K;
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = 0; i < depth; i += 16)
+                sala__store16(xs + r * SALA_GEMM_K + i, sala__load_act16(a->x + (r0 + r) * k + from + i));
+        for (int64_t n = 0; n < cols; n++)
+            for (int64_t i = 0; i < depth; i += 16)
+                sala__store16(ws + n * SALA_GEMM_K + i, sala__load_weight16(w->data, w->format, (size_t)((n0 + n) * k + from + i)));
+        for (int64_t r = 0; r < rows; r++) {
+            for (int64_t n = 0; n < cols; n++) {
+                sala__v16 lanes = sala__set16(0);
+                for (int64_t i = 0; i < depth; i += 16)
+                    lanes = sala__fma16(sala__load16(xs + r * SALA_GEMM_K + i), sala__load16(ws + n * SALA_GEMM_K + i), lanes);
+                sum[r * SALA__GEMM_ROWS + n] = sum[r * SALA__GEMM_ROWS + n] + sala__sum16(lanes);
+            }
+        }
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t n = 0; n < cols; n++) {
+            float value = sum[r * SALA__GEMM_ROWS + n];
+            int64_t to = (r0 + r) * w->n + n0 + n;
+            if (a->y_f32 && which == 0) a->y_f32[to] = value;
+            else a->y[which][to] = sala_store(value);
+        }
+    }
+}
+
+static void sala__op_gemm(sala__cpu *cpu, const sala_gemm_args *a) {
+    sala__gemm_job job = {cpu, a, (a->rows + SALA__GEMM_ROWS - 1) / SALA__GEMM_ROWS};
+    int64_t panels = 0;
+    for (int i = 0; i < a->count; i++) panels += (a->w[i].n + SALA__GEMM_ROWS - 1) / SALA__GEMM_ROWS;
+    sala__parallel(cpu, panels * job.row_blocks, sala__gemm_item, &job);
+}
+
+#pragma GCC diagnostic pop
+// ---- operations, in the order in which a token meets them ----
+// Each is the plain definition of what the kernel of the same name computes. Two helpers carry the work:
+// products of small FP32 matrices in which every element is one fma chain in ascending k, and loops over 16
+// lanes. Neither depends on how many rows run beside a row, which is promise 1.
+
+static void sala__op_embed_row(void *context, int64_t r, int thread) {
+    const sala_embed_args *a = (const sala_embed_args *)context;
+    (void)thread;
+    int h = a->dims->hidden;
+    size_t from = (size_t)a->rows->token[r] * (size_t)h;
+    sala__v16 scale = sala__set16(a->dims->embed_scale);
+    sala_act *x = a->x + r * h;
+    for (int i = 0; i < h; i += 16) {
+        sala__v16 e = sala__load_weight16(a->table.data, a->table.format, from + (size_t)i);
+        sala__store_act16(x + i, e * scale);
+    }
+}
+
+static void sala__op_embed(sala__cpu *cpu, const sala_embed_args *a) {
+    sala__parallel(cpu, a->rows->count, sala__op_embed_row, (void *)(uintptr_t)a);
+}
+
+static void sala__op_rope_table_row(void *context, int64_t r, int thread) {
+    const sala_rope_args *a = (const sala_rope_args *)context;
+    (void)thread;
+    float *out = a->cos_sin + r * a->dim;
+    for (int i = 0; i < a->dim / 2; i++) {
+        float frequency = (float)(1.0 / pow((double)a->theta, 2.0 * i / a->dim));
+        float angle = (float)a->rows->position[r] * frequency;
+        out[2 * i] = (float)cos((double)angle);
+        out[2 * i + 1] = (float)sin((double)angle);
+    }
+}
+
+static void sala__op_rope_table(sala__cpu *cpu, const sala_rope_args *a) {
+    sala__parallel(cpu, a->rows->count, sala__op_rope_table_row, (void *)(uintptr_t)a);
+}
+
+// 1 / sqrt(mean(x^2) + eps): 16 fma chains, folded as a tree.
+static float sala__rms_inverse(const sala_act *x, int width, float eps) {
+    sala__v16 sum = sala__set16(0);
+    for (int i = 0; i < width; i += 16) {
+        sala__v16 v = sala__load_act16(x + i);
+        sum = sala__fma16(v, v, sum);
+    }
+    return 1.0f / sqrtf(sala__sum16(sum) / (float)width + eps);
+}
+
+// 16 elements of x * inverse * weight with upstream's two roundings.
+static inline sala__v16 sala__normed16(const sala_act *x, float inverse, const sala_weight *w, int i) {
+    sala_act rounded[16];
+    sala__store_act16(rounded, sala__load_act16(x + i) * sala__set16(inverse));
+    return sala__load_act16(rounded) * sala__load_weight16(w->data, w->format, (size_t)i);
+}
+
+static inline sala__v16 sala__round16(sala__v16 v) { // to the activation type and back
+    sala_act rounded[16];
+    sala__store_act16(rounded, v);
+    return sala__load_act16(rounded);
+}
+
+static void sala__op_norm_row(void *context, int64_t r, int thread) {
+    const sala_norm_args *a = (const sala_norm_args *)context;
+    (void)thread;
+    sala_act *x = a->x + r * a->width, *y = a->y + r * a->width;
+    if (a->branch) {
+        const sala_act *b = a->branch + r * a->width;
+        sala__v16 scale = sala__set16(a->scale);
+        for (int i = 0; i < a->width; i += 16) {
+            sala__v16 scaled = sala__round16(sala__load_act16(b + i) * scale);
+            sala__store_act16(x + i, sala__load_act16(x + i) + scaled);
+        }
+    }
+    float inverse = sala__rms_inverse(x, a->width, a->eps);
+    for (int i = 0; i < a->width; i += 16) {
+        sala__v16 v = sala__normed16(x, inverse, &a->weight, i);
+        if (a->divisor != 1) v = sala__round16(v) / sala__set16(a->divisor);
+        sala__store_act16(y + i, v);
+    }
+}
+
+static void sala__op_norm(sala__cpu *cpu, const sala_norm_args *a) {
+    sala__parallel(cpu, a->rows, sala__op_norm_row, (void *)(uintptr_t)a);
+}
+
+// One head: norm, then rotation of the pairs (i, i + dim/2).
+static void sala__qk_head(const sala_qk_args *a, const sala_weight *norm, const float *cos_sin, sala_act *x) {
+    int d = a->dim, half = d / 2;
+    if (norm->data) {
+        float inverse = sala__rms_inverse(x, d, a->eps);
+        for (int i = 0; i < d; i += 16) sala__store_act16(x + i, sala__normed16(x, inverse, norm, i));
+    }
+    if (!cos_sin) return;
+    for (int i = 0; i < half; i++) {
+        float c = cos_sin[2 * i], s = cos_sin[2 * i + 1];
+        float lo = sala_load(x[i]), hi = sala_load(x[i + half]);
+        x[i] = sala_store(fmaf(lo, c, -(hi * s)));
+        x[i + half] = sala_store(fmaf(hi, c, lo * s));
+    }
+}
+
+static void sala__op_qk_row(void *context, int64_t r, int thread) {
+    const sala_qk_args *a = (const sala_qk_args *)context;
+    (void)thread;
+    const float *cos_sin = a->cos_sin ? a->cos_sin + r * a->dim : NULL;
+    for (int h = 0; h < a->heads; h++)
+        sala__qk_head(a, &a->q_norm, cos_sin, a->q + (r * a->heads + h) * a->dim);
+    for (int h = 0; h < a->kv_heads; h++)
+        sala__qk_head(a, &a->k_norm, cos_sin, a->k + (r * a->kv_heads + h) * a->dim);
+}
+
+static void sala__op_qk_norm_rope(sala__cpu *cpu, const sala_qk_args *a) {
+    sala__parallel(cpu, a->rows, sala__op_qk_row, (void *)(uintptr_t)a);
+}
+
+// c[rows, n] += a[rows, k] * b[k, n]: each element one fma chain in ascending k. n is a multiple of 16;
+// lda, n and n are the distances between rows of a, b and c. Blocks of 4 x 64 keep 16 sums in registers.
+static void sala__matrix_add(float *c, const float *a, int lda, const float *b, int rows, int k, int n) {
+    int r = 0;
+    for (; r + 4 <= rows; r += 4) {
+        const float *a0 = a + (size_t)r * (size_t)lda, *a1 = a0 + lda, *a2 = a1 + lda, *a3 = a2 + lda;
+        int j = 0;
+        for (; j + 64 <= n; j += 64) {
+            float *to = c + (size_t)r * (size_t)n + j;
+            sala__v16 s[4][4];
+            for (int y = 0; y < 4; y++)
+                for (int x = 0; x < 4; x++) s[y][x] = sala__load16(to + y * n + 16 * x);
+            for (int i = 0; i < k; i++) {
+                const float *bi = b + (size_t)i * (size_t)n + j;
+                sala__v16 f0 = sala__set16(a0[i]), f1 = sala__set16(a1[i]);
+                sala__v16 f2 = sala__set16(a2[i]), f3 = sala__set16(a3[i]);
+#pragma GCC unroll 4
+                for (int x = 0; x < 4; x++) {
+                    sala__v16 w = sala__load16(bi + 16 * x);
+                    s[0][x] = sala__fma16(f0, w, s[0][x]);
+                    s[1][x] = sala__fma16(f1, w, s[1][x]);
+                    s[2][x] = sala__fma16(f2, w, s[2][x]);
+                    s[3][x] = sala__fma16(f3, w, s[3][x]);
+                }
+            }
+            for (int y = 0; y < 4; y++)
+                for (int x = 0; x < 4; x++) sala__store16(to + y * n + 16 * x, s[y][x]);
+        }
+        for (; j < n; j += 16) {
+            for (int y = 0; y < 4; y++) {
+                float *to = c + (size_t)(r + y) * (size_t)n + j;
+                sala__v16 s = sala__load16(to);
+                const float *ay = a0 + (size_t)y * (size_t)lda;
+                for (int i = 0; i < k; i++)
+                    s = sala__fma16(sala__set16(ay[i]), sala__load16(b + (size_t)i * (size_t)n + j), s);
+                sala__store16(to, s);
+            }
+        }
+    }
+    for (; r < rows; r++) {
+        const float *ar = a + (size_t)r * (size_t)lda;
+        int j = 0;
+        for (; j + 64 <= n; j += 64) {
+            float *to = c + (size_t)r * (size_t)n + j;
+            sala__v16 s[4];
+            for (int x = 0; x < 4; x++) s[x] = sala__load16(to + 16 * x);
+            for (int i = 0; i < k; i++) {
+                sala__v16 f = sala__set16(ar[i]);
+#pragma GCC unroll 4
+                for (int x = 0; x < 4; x++)
+                    s[x] = sala__fma16(f, sala__load16(b + (size_t)i * (size_t)n + j + 16 * x), s[x]);
+            }
+            for (int x = 0; x < 4; x++) sala__store16(to + 16 * x, s[x]);
+        }
+        for (; j < n; j += 16) {
+            float *to = c + (size_t)r * (size_t)n + j;
+            sala__v16 s = sala__load16(to);
+            for (int i = 0; i < k; i++)
+                s = sala__fma16(sala__set16(ar[i]), sala__load16(b + (size_t)i * (size_t)n + j), s);
+            sala__store16(to, s);
+        }
+    }
+}
+
+static void sala__load_row(float *out, const sala_act *in, int width) { // widen; width a multiple of 16
+    for (int i = 0; i < width; i += 16) sala__store16(out + i, sala__load_act16(in + i));
+}
+
+// ---- lightning attention ----
+
+typedef struct sala__gla_job {
+    sala__cpu *cpu;
+    const sala_gla_args *a;
+} sala__gla_job;
+
+// One tile of up to 64 tokens in chunk form (model.md 4), for one head, from row `row` of the pass:
+//   o_i = scale (l^(i+1) q_i S + sum_{j<=i} l^(i-j) (q_i.k_j) v_j),  S' = l^C S + sum_j l^(C-1-j) k_j v_j^T
+// All exponents are natural (l < 1, never divided by), so nothing overflows.
+static void sala__gla_tile(const sala_gla_args *a, int h, int64_t row, int c, float *state, float *scratch) {
+    const sala_dims *m = a->dims;
+    int d = m->lin_dim, nh = m->lin_heads, nkv = m->lin_kv_heads, g = h / (nh / nkv);
+    float *q = scratch, *v = q + SALA_TILE * d, *kt = v + SALA_TILE * d; // [64, d] [64, d] [d, 64]
+    float *score = kt + SALA_TILE * d, *o = score + SALA_TILE * SALA_TILE; // [64, 64] [64, d]
+    float *k = o + SALA_TILE * d, *power = k + d;                         // [d] [65]
+    for (int i = 0; i <= c; i++) power[i] = (float)exp(-(double)a->slopes[h] * i);
+    memset(kt, 0, sizeof(float) * SALA_TILE * (size_t)d);
+    memset(score, 0, sizeof(float) * SALA_TILE * SALA_TILE);
+    memset(o, 0, sizeof(float) * SALA_TILE * (size_t)d);
+    for (int i = 0; i < c; i++) {
+        int64_t r = row + i;
+        sala__load_row(q + i * d, a->q + (r * nh + h) * d, d);
+        sala__load_row(v + i * d, a->v + (r * nkv + g) * d, d);
+        sala__load_row(k, a->k + (r * nkv + g) * d, d);
+        for (int x = 0; x < d; x++) kt[x * SALA_TILE + i] = k[x];
+    }
+    sala__matrix_add(score, q, d, kt, c, d, SALA_TILE);
+    sala__matrix_add(o, q, d, state, c, d, d);
+    for (int i = 0; i < c; i++) {
+        float *oi = o + i * d, *si = score + i * SALA_TILE;
+        for (int x = 0; x < d; x++) oi[x] *= power[i + 1];
+        for (int j = 0; j <= i; j++) si[j] *= power[i - j];
+        sala__matrix_add(oi, si, SALA_TILE, v, 1, i + 1, d); // only j <= i: a later token never enters
+        sala__v16 scale = sala__set16(m->lin_scale);
+        sala_act *to = a->o + ((row + i) * nh + h) * d;
+        for (int x = 0; x < d; x += 16) sala__store_act16(to + x, sala__load16(oi + x) * scale);
+    }
+    for (int x = 0; x < d; x++)
+        for (int j = 0; j < c; j++) kt[x * SALA_TILE + j] *= power[c - 1 - j];
+    for (int x = 0; x < d * d; x++) state[x] *= power[c];
+    sala__matrix_add(state, kt, SALA_TILE, v, d, c, d);
+}
+
+static size_t sala__gla_scratch(const sala_dims *m) { // floats
+    size_t d = (size_t)m->lin_dim, t = SALA_TILE;
+    return 4 * t * d + t * t + d + t + 1;
+}
+
+static void sala__op_gla_prefill_head(void *context, int64_t item, int thread) {
+    sala__gla_job *job = (sala__gla_job *)context;
+    const sala_gla_args *a = job->a;
+    const sala_dims *m = a->dims;
+    const sala_seq *s = &a->rows->seqs[item / m->lin_heads];
+    int h = (int)(item % m->lin_heads), d = m->lin_dim;
+    float *state = a->state + ((size_t)s->slot * (size_t)m->lin_heads + (size_t)h) * (size_t)(d * d);
+    float *scratch = (float *)sala__cpu_scratch(job->cpu, thread);
+    for (int done = 0; done < s->rows;) { // tiles end at absolute multiples of 64
+        int position = a->rows->position[s->first_row + done];
+        int c = SALA_TILE - position % SALA_TILE;
+        if (c > s->rows - done) c = s->rows - done;
+        sala__gla_tile(a, h, s->first_row + done, c, state, scratch);
+        done += c;
+    }
+}
+
+static void sala__op_gla_prefill(sala__cpu *cpu, const sala_gla_args *a) {
+    sala__gla_job job = {cpu, a};
+    sala__parallel(cpu, (int64_t)a->rows->seq_count * a->dims->lin_heads, sala__op_gla_prefill_head, &job);
+}
+
+// The rows S[x][:] of a state do not mix until they are read, so a head is walked key row by key row: replay
+// the pending path, store, then give every node of the tree its own copy of the row, made from its parent's.
+static void sala__op_gla_verify_head(void *context, int64_t item, int thread) {
+    sala__gla_job *job = (sala__gla_job *)context;
+    const sala_gla_args *a = job->a;
+    const sala_dims *m = a->dims;
+    int d = m->lin_dim, nh = m->lin_heads, nkv = m->lin_kv_heads;
+    int h = (int)(item % nh), g = h / (nh / nkv);
+    const sala_seq *s = &a->rows->seqs[item / nh];
+    float *state = a->state + ((size_t)s->slot * (size_t)nh + (size_t)h) * (size_t)(d * d);
+    sala__v16 decay = sala__set16((float)exp(-(double)a->slopes[h]));
+    int nodes = a->o ? s->rows : 0, past = s->pending;
+    float *pv = (float *)sala__cpu_scratch(job->cpu, thread); // [pending, d]
+    float *v = pv + SALA_MAX_PATH * d, *row = v + SALA_MAX_ROWS * d, *o = row + SALA_MAX_ROWS * d; // [rows, d]
+    const sala_act *pending_k = a->pending_k + ((size_t)s->slot * SALA_MAX_PATH * (size_t)nkv + (size_t)g) * (size_t)d;
+    const sala_act *pending_v = a->pending_v + ((size_t)s->slot * SALA_MAX_PATH * (size_t)nkv + (size_t)g) * (size_t)d;
+    for (int i = 0; i < past; i++) sala__load_row(pv + i * d, pending_v + i * nkv * d, d);
+    for (int i = 0; i < nodes; i++)
+        sala__load_row(v + i * d, a->v + ((int64_t)(s->first_row + i) * nkv + g) * d, d);
+    memset(o, 0, sizeof(float) * (size_t)nodes * (size_t)d);
+    for (int x = 0; x < d; x++) {
+        float *sx = state + x * d;
+        for (int i = 0; i < past; i++) {
+            sala__v16 k = sala__set16(sala_load(pending_k[i * nkv * d + x]));
+            for (int y = 0; y < d; y += 16)
+                sala__store16(sx + y, sala__fma16(k, sala__load16(pv + i * d + y), decay * sala__load16(sx + y)));
+        }
+        for (int i = 0; i < nodes; i++) {
+            int r = s->first_row + i, depth = a->rows->position[r] - s->stored;
+            const float *from = depth == 0 ? sx : row + (a->rows->path[r * SALA_MAX_PATH + depth - 1] - s->first_row) * d;
+            sala__v16 k = sala__set16(sala_load(a->k[((int64_t)r * nkv + g) * d + x]));
+            sala__v16 q = sala__set16(sala_load(a->q[((int64_t)r * nh + h) * d + x]));
+            for (int y = 0; y < d; y += 16) {
+                sala__v16 n = sala__fma16(k, sala__load16(v + i * d + y), decay * sala__load16(from + y));
+                sala__store16(row + i * d + y, n);
+                sala__store16(o + i * d + y, sala__fma16(q, n, sala__load16(o + i * d + y)));
+            }
+        }
+    }
+    sala__v16 scale = sala__set16(m->lin_scale);
+    for (int i = 0; i < nodes; i++) {
+        sala_act *to = a->o + ((int64_t)(s->first_row + i) * nh + h) * d;
+        for (int y = 0; y < d; y += 16) sala__store_act16(to + y, sala__load16(o + i * d + y) * scale);
+    }
+}
+
+static size_t sala__gla_verify_scratch(const sala_dims *m) { // floats
+    return (size_t)m->lin_dim * (SALA_MAX_PATH + 3 * SALA_MAX_ROWS);
+}
+
+static void sala__op_gla_verify(sala__cpu *cpu, const sala_gla_args *a) {
+    sala__gla_job job = {cpu, a};
+    sala__parallel(cpu, (int64_t)a->rows->seq_count * a->dims->lin_heads, sala__op_gla_verify_head, &job);
+}
+
+// ---- sparse attention: keys, values and compressed rows, wherever they lie ----
+
+// The vector of K/V head g at position u, as row r sees it: in its page, or with the node of r's path.
+static const sala_act *sala__kv_at(const sala_dims *m, const sala_rows *rows, const sala_seq *s, const sala_act *pool,
+                                   const sala_act *nodes, int r, int g, int u) {
+    size_t d = (size_t)m->head_dim, kvh = (size_t)m->kv_heads;
+    if (u < s->stored) {
+        size_t page = (size_t)s->pages[u / m->block];
+        return pool + ((page * kvh + (size_t)g) * (size_t)m->block + (size_t)(u % m->block)) * d;
+    }
+    size_t node = (size_t)rows->path[(size_t)r * SALA_MAX_PATH + (size_t)(u - s->stored)];
+    return nodes + (node * kvh + (size_t)g) * d;
+}
+
+// Where compressed row j of a tier lives: with the page that holds its last token.
+static sala_act *sala__tier_slot(const sala_dims *m, const sala_seq *s, sala_act *pool, int tier, int g, int j) {
+    int last = sala_tier_last(m, tier, j), stride = m->stride * (tier == 1 ? 1 : 4);
+    size_t slots = (size_t)sala_tier_slots(m, tier), page = (size_t)s->pages[last / m->block];
+    size_t index = (page * (size_t)m->kv_heads + (size_t)g) * slots + (size_t)(last % m->block / stride);
+    return pool + index * (size_t)m->head_dim;
+}
+
+// The same for reading, as row r sees it: a row completed by a node of its own path lies with that node.
+static const sala_act *sala__tier_at(const sala_dims *m, const sala_rows *rows, const sala_seq *s, const sala_pages *pages,
+                                     const sala_nodes *nodes, int tier, int r, int g, int j) {
+    int last = sala_tier_last(m, tier, j);
+    if (last < s->stored) return sala__tier_slot(m, s, tier == 1 ? pages->tier1 : pages->tier2, tier, g, j);
+    size_t node = (size_t)rows->path[(size_t)r * SALA_MAX_PATH + (size_t)(last - s->stored)];
+    const sala_act *base = tier == 1 ? nodes->tier1 : nodes->tier2;
+    return base + (node * (size_t)m->kv_heads + (size_t)g) * (size_t)m->head_dim;
+}
+
+// Compressed row j: the mean of its window's keys, summed in position order.
+static void sala__tier_mean(const sala_store_args *a, const sala_seq *s, int tier, int r, int g, int j, sala_act *out) {
+    const sala_dims *m = a->dims;
+    int scale = tier == 1 ? 1 : 4, kernel = m->kernel * scale, first = m->stride * scale * j;
+    for (int x = 0; x < m->head_dim; x += 16) {
+        sala__v16 sum = sala__set16(0);
+        for (int u = first; u < first + kernel; u++)
+            sum = sum + sala__load_act16(sala__kv_at(m, a->rows, s, a->pages.k, a->nodes.k, r, g, u) + x);
+        sala__store_act16(out + x, sum / sala__set16((float)kernel));
+    }
+}
+
+static void sala__op_store_copy(void *context, int64_t r, int thread) {
+    const sala_store_args *a = (const sala_store_args *)context;
+    const sala_dims *m = a->dims;
+    const sala_seq *s = &a->rows->seqs[a->rows->seq[r]];
+    size_t d = (size_t)m->head_dim, kvh = (size_t)m->kv_heads, u = (size_t)a->rows->position[r];
+    (void)thread;
+    for (size_t g = 0; g < kvh; g++) {
+        size_t page = (size_t)s->pages[u / (size_t)m->block];
+        size_t to = ((page * kvh + g) * (size_t)m->block + u % (size_t)m->block) * d, from = ((size_t)r * kvh + g) * d;
+        memcpy(a->pages.k + to, a->nodes.k + from, d * sizeof(sala_act));
+        memcpy(a->pages.v + to, a->nodes.v + from, d * sizeof(sala_act));
+    }
+}
+
+// The compressed rows (none, or one of each tier) that the token of row r completes.
+static void sala__op_store_tiers(void *context, int64_t r, int thread) {
+    const sala_store_args *a = (const sala_store_args *)context;
+    const sala_dims *m = a->dims;
+    const sala_seq *s = &a->rows->seqs[a->rows->seq[r]];
+    int n = a->rows->position[r] + 1;
+    (void)thread;
+    for (int tier = 1; tier <= 2; tier++) {
+        int j = sala_tier_rows(m, tier, n) - 1;
+        if (j < 0 || sala_tier_last(m, tier, j) != n - 1) continue;
+        for (int g = 0; g < m->kv_heads; g++) {
+            sala_act *out;
+            if (a->rows->verify) {
+                out = (tier == 1 ? a->nodes.tier1 : a->nodes.tier2) + ((size_t)r * (size_t)m->kv_heads + (size_t)g) * (size_t)m->head_dim;
+            } else {
+                out = sala__tier_slot(m, s, tier == 1 ? a->pages.tier1 : a->pages.tier2, tier, g, j);
+            }
+            sala__tier_mean(a, s, tier, (int)r, g, j, out);
+        }
+    }
+}
+
+static void sala__op_store_prefill(sala__cpu *cpu, const sala_store_args *a) {
+    sala__parallel(cpu, a->rows->count, sala__op_store_copy, (void *)(uintptr_t)a);
+    sala__parallel(cpu, a->rows->count, sala__op_store_tiers, (void *)(uintptr_t)a);
+}
+
+static void sala__op_store_verify(sala__cpu *cpu, const sala_store_args *a) {
+    sala__parallel(cpu, a->rows->count, sala__op_store_tiers, (void *)(uintptr_t)a);
+}
+
+// ---- tiles of query rows ----
+// Selection and attention work on tiles of up to 16 consecutive rows of one sequence and one K/V head, so that
+// a block of keys is widened and transposed once for all of them. Sharing changes no bit: every element below
+// is computed from its own row alone, in an order fixed by absolute positions.
+
+#define SALA__QUERY_TILE 16
+
+typedef struct sala__tile {
+    const sala_seq *s;
+    int first, count, g; // rows of the pass, K/V head
+} sala__tile;
+
+static int64_t sala__tile_count(const sala_rows *rows, int kv_heads) {
+    int64_t n = 0;
+    for (int i = 0; i < rows->seq_count; i++) n += (rows->seqs[i].rows + SALA__QUERY_TILE - 1) / SALA__QUERY_TILE;
+    return n * kv_heads;
+}
+
+static sala__tile sala__tile_get(const sala_rows *rows, int kv_heads, int64_t item) {
+    sala__tile t = {NULL, 0, 0, (int)(item % kv_heads)};
+    int64_t n = item / kv_heads;
+    for (int i = 0; i < rows->seq_count; i++) {
+        int tiles = (rows->seqs[i].rows + SALA__QUERY_TILE - 1) / SALA__QUERY_TILE;
+        if (n < tiles) {
+            t.s = &rows->seqs[i];
+            t.first = t.s->first_row + (int)n * SALA__QUERY_TILE;
+            t.count = t.s->first_row + t.s->rows - t.first;
+            if (t.count > SALA__QUERY_TILE) t.count = SALA__QUERY_TILE;
+            break;
+        }
+        n -= tiles;
+    }
+    return t;
+}
+
+static int sala__group(const sala_dims *m) { // query heads that share one K/V head
+    return m->heads / m->kv_heads;
+}
+
+static int sala__round_up(int n, int multiple) {
+    return (n + multiple - 1) / multiple * multiple;
+}
+
+static void sala__tile_queries(const sala_dims *m, const sala__tile *t, const sala_act *q, float *out) {
+    int group = sala__group(m), d = m->head_dim; // out: [rows, group, d]
+    for (int i = 0; i < t->count; i++)
+        for (int h = 0; h < group; h++)
+            sala__load_row(out + (i * group + h) * d, q + ((int64_t)(t->first + i) * m->heads + t->g * group + h) * d, d);
+}
+
+static void sala__transpose_into(float *kt, int columns, int column, const sala_act *key, int d) {
+    for (int x = 0; x < d; x++) kt[x * columns + column] = sala_load(key[x]);
+}
+
+// ---- block selection (model.md 6 and 8) ----
+
+#define SALA__SCORE_TILE 64 // compressed rows scored at a time, at absolute multiples of it
+
+typedef struct sala__select_job {
+    sala__cpu *cpu;
+    const sala_select_args *a;
+} sala__select_job;
+
+static size_t sala__select_scratch(const sala_dims *m, int64_t context) { // floats
+    size_t d = (size_t)m->head_dim, q = SALA__QUERY_TILE * (size_t)sala__group(m);
+    size_t rows = (size_t)(context / m->stride) + SALA__SCORE_TILE, blocks = (size_t)(context / m->block) + 2;
+    return q * d + d * SALA__SCORE_TILE + q * SALA__SCORE_TILE + 2 * q + SALA__QUERY_TILE * rows + 2 * blocks;
+}
+
+// Scores q.k * attn_scale of compressed rows j0 .. j0+63 for all queries of a tile: out [rows, group, 64].
+// Rows that a node of a query's own path completes (verify) differ from query to query: those elements are
+// computed one by one, by the same fma chain.
+static void sala__tier_scores(const sala_select_args *a, const sala__tile *t, int tier, int j0, const float *q, float *kt,
+                              float *out) {
+    const sala_dims *m = a->dims;
+    int d = m->head_dim, group = sala__group(m), queries = t->count * group;
+    int last_position = 0;
+    for (int i = 0; i < t->count; i++)
+        if (a->rows->position[t->first + i] > last_position) last_position = a->rows->position[t->first + i];
+    int visible = sala_tier_rows(m, tier, last_position + 1), shared = sala_tier_rows(m, tier, t->s->stored);
+    memset(kt, 0, sizeof(float) * (size_t)d * SALA__SCORE_TILE);
+    memset(out, 0, sizeof(float) * (size_t)queries * SALA__SCORE_TILE);
+    for (int j = j0; j < j0 + SALA__SCORE_TILE && j < visible && j < shared; j++) {
+        const sala_act *key = sala__tier_at(m, a->rows, t->s, &a->pages, &a->nodes, tier, t->first, t->g, j);
+        sala__transpose_into(kt, SALA__SCORE_TILE, j - j0, key, d);
+    }
+    sala__matrix_add(out, q, d, kt, queries, d, SALA__SCORE_TILE);
+    for (int i = 0; i < t->count; i++) {
+        int own = sala_tier_rows(m, tier, a->rows->position[t->first + i] + 1);
+        for (int j = j0 > shared ? j0 : shared; j < own && j < j0 + SALA__SCORE_TILE; j++) {
+            const sala_act *key = sala__tier_at(m, a->rows, t->s, &a->pages, &a->nodes, tier, t->first + i, t->g, j);
+            for (int h = 0; h < group; h++) {
+                float sum = 0;
+                for (int x = 0; x < d; x++) sum = fmaf(q[(i * group + h) * d + x], sala_load(key[x]), sum);
+                out[(i * group + h) * SALA__SCORE_TILE + j - j0] = sum;
+            }
+        }
+    }
+    for (int x = 0; x < queries * SALA__SCORE_TILE; x++) out[x] *= m->attn_scale;
+}
+
+static inline sala__v16 sala__larger16(sala__v16 a, sala__v16 b) {
+    sala__v16 r = b;
+    for (int l = 0; l < 16; l++)
+        if (a[l] > b[l]) r[l] = a[l];
+    return r;
+}
+
+static inline sala__v16 sala__lanes_below(sala__v16 v, int count, float otherwise) { // keep the first `count` lanes
+    for (int l = 0; l < 16; l++)
+        if (l >= count) v[l] = otherwise;
+    return v;
+}
+
+// One step of a running sum of exponentials over `count` of 64 scores: m and l describe what came before.
+static void sala__softmax_step(const float *s, int count, int width, float *max, float *sum) {
+    sala__v16 top = sala__set16(-INFINITY), total = sala__set16(0);
+    for (int x = 0; x < width && x < count; x += 16)
+        top = sala__larger16(top, sala__lanes_below(sala__load16(s + x), count - x, -INFINITY));
+    float m = sala__max16(top);
+    if (m < *max) m = *max;
+    sala__v16 shift = sala__set16(m);
+    for (int x = 0; x < width && x < count; x += 16)
+        total = total + sala__exp16(sala__lanes_below(sala__load16(s + x), count - x, -INFINITY) - shift);
+    *sum = fmaf(*sum, expf(*max - m), sala__sum16(total));
+    *max = m;
+}
+
+// score[j] of every row of tier 1 for every query row of the tile: [rows, stride_scores].
+static void sala__row_scores(const sala_select_args *a, const sala__tile *t, float *scratch, float *score, size_t width) {
+    const sala_dims *m = a->dims;
+    int group = sala__group(m), queries = t->count * group, d = m->head_dim, n1 = 0, n2 = 0;
+    float *q = scratch, *kt = q + SALA__QUERY_TILE * group * d, *s = kt + d * SALA__SCORE_TILE;
+    float *max = s + SALA__QUERY_TILE * group * SALA__SCORE_TILE, *sum = max + SALA__QUERY_TILE * group;
+    sala__tile_queries(m, t, a->q, q);
+    for (int i = 0; i < queries; i++) max[i] = -INFINITY, sum[i] = 0;
+    for (int i = 0; i < t->count; i++) {
+        int n = a->rows->position[t->first + i] + 1;
+        if (sala_tier_rows(m, 1, n) > n1) n1 = sala_tier_rows(m, 1, n);
+        if (sala_tier_rows(m, 2, n) > n2) n2 = sala_tier_rows(m, 2, n);
+    }
+    for (int j = 0; j < n2; j += SALA__SCORE_TILE) { // the normaliser, from tier 2
+        sala__tier_scores(a, t, 2, j, q, kt, s);
+        for (int i = 0; i < queries; i++) {
+            int own = sala_tier_rows(m, 2, a->rows->position[t->first + i / group] + 1) - j;
+            if (own > 0) sala__softmax_step(s + i * SALA__SCORE_TILE, own, SALA__SCORE_TILE, &max[i], &sum[i]);
+        }
+    }
+    for (int i = 0; i < queries; i++) max[i] += logf(sum[i]); // now log-sum-exp
+    for (int j = 0; j < n1; j += SALA__SCORE_TILE) {
+        sala__tier_scores(a, t, 1, j, q, kt, s);
+        for (int i = 0; i < t->count; i++) {
+            int n = a->rows->position[t->first + i] + 1;
+            float *to = score + (size_t)i * width + j;
+            for (int x = 0; x < SALA__SCORE_TILE; x += 16) {
+                sala__v16 total = sala__set16(0);
+                if (sala_tier_rows(m, 2, n) > 0)
+                    for (int h = 0; h < group; h++) {
+                        const float *from = s + (i * group + h) * SALA__SCORE_TILE + x;
+                        total = total + sala__exp16(sala__load16(from) - sala__set16(max[i * group + h]));
+                    }
+                sala__store16(to + x, total);
+            }
+        }
+    }
+}
+
+static uint32_t sala__order_key(float x) { // monotone: a < b as floats <=> key(a) < key(b)
+    uint32_t u = sala_f32_bits(x);
+    if (u == 0x80000000u) u = 0; // -0 equals 0
+    return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+
+// Mark what to take: the k largest of n values, the lower index first among equals. Radix select, four passes
+// of eight bits: the result depends on the values alone. Writes k indices in ascending order.
+static void sala__top_k(const float *value, int n, int k, int32_t *out) {
+    uint32_t prefix = 0, mask = 0;
+    int need = k, taken = 0;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        int count[256] = {0};
+        for (int i = 0; i < n; i++) {
+            uint32_t key = sala__order_key(value[i]);
+            if ((key & mask) == prefix) count[key >> shift & 255]++;
+        }
+        int digit = 255;
+        while (count[digit] < need) need -= count[digit--];
+        prefix |= (uint32_t)digit << shift;
+        mask |= 255u << shift;
+    }
+    for (int i = 0; i < n; i++) { // above the threshold: all; equal to it: the first `need`
+        uint32_t key = sala__order_key(value[i]);
+        if (key > prefix || (key == prefix && need-- > 0)) out[taken++] = i;
+    }
+}
+
+// Pool row scores to block scores (window R + kernel/stride - 1, so neighbours share rows), force the first
+// blocks and the window, and take the top_k.
+static void sala__select_row(const sala_select_args *a, int r, int g, const float *score, float *block_score) {
+    const sala_dims *m = a->dims;
+    int n = a->rows->position[r] + 1, qb = (n - 1) / m->block, n1 = sala_tier_rows(m, 1, n);
+    int per_block = m->block / m->stride, pad = m->kernel / m->stride - 1;
+    int k = m->top_k < qb + 1 ? m->top_k : qb + 1;
+    int32_t *blocks = a->blocks + ((int64_t)r * m->kv_heads + g) * m->top_k;
+    a->count[(int64_t)r * m->kv_heads + g] = k;
+    if (k == qb + 1) {
+        for (int b = 0; b < k; b++) blocks[b] = b;
+        return;
+    }
+    for (int b = 0; b <= qb; b++) {
+        int from = per_block * b - pad, to = per_block * (b + 1);
+        float best = -INFINITY;
+        if (from < 0) from = 0;
+        if (to > n1) to = n1;
+        for (int j = from; j < to; j++)
+            if (score[j] > best) best = score[j];
+        block_score[b] = b < m->init_blocks || b >= qb - m->local_blocks ? INFINITY : best;
+    }
+    sala__top_k(block_score, qb + 1, k, blocks);
+}
+
+static void sala__op_select_tile(void *context, int64_t item, int thread) {
+    sala__select_job *job = (sala__select_job *)context;
+    const sala_select_args *a = job->a;
+    const sala_dims *m = a->dims;
+    sala__tile t = sala__tile_get(a->rows, m->kv_heads, item);
+    int group = sala__group(m), d = m->head_dim, last = 0, needed = 0;
+    for (int i = 0; i < t.count; i++) { // scores matter only where something can be dropped
+        int position = a->rows->position[t.first + i];
+        if (position > last) last = position;
+        needed |= position + 1 >= m->dense_len && position / m->block + 1 > m->top_k;
+    }
+    float *scratch = (float *)sala__cpu_scratch(job->cpu, thread);
+    float *score = scratch + SALA__QUERY_TILE * group * (d + SALA__SCORE_TILE + 2) + d * SALA__SCORE_TILE;
+    size_t width = (size_t)sala__round_up(sala_tier_rows(m, 1, last + 1), SALA__SCORE_TILE);
+    float *block_score = score + SALA__QUERY_TILE * width;
+    if (needed) sala__row_scores(a, &t, scratch, score, width);
+    for (int i = 0; i < t.count; i++) {
+        int r = t.first + i;
+        if (a->rows->position[r] + 1 < m->dense_len) a->count[(int64_t)r * m->kv_heads + t.g] = -1;
+        else sala__select_row(a, r, t.g, score + (size_t)i * width, block_score);
+    }
+}
+
+static void sala__op_select(sala__cpu *cpu, const sala_select_args *a) {
+    sala__select_job job = {cpu, a};
+    sala__parallel(cpu, sala__tile_count(a->rows, a->dims->kv_heads), sala__op_select_tile, &job);
+}
+
+// ---- attention over the selected blocks ----
+
+typedef struct sala__attend_job {
+    sala__cpu *cpu;
+    const sala_attend_args *a;
+} sala__attend_job;
+
+typedef struct sala__attend_work { // one tile's working set, in per-thread scratch
+    int columns;            // block, rounded up to whole vectors
+    float *q, *o;           // [rows, group, d]
+    float *kt;              // [d, columns]
+    float *v;               // [columns, d]
+    float *s;               // [rows, group, columns]
+    float *max, *sum;       // [rows, group]
+} sala__attend_work;
+
+static size_t sala__attend_scratch(const sala_dims *m) { // floats
+    size_t d = (size_t)m->head_dim, q = SALA__QUERY_TILE * (size_t)sala__group(m);
+    size_t columns = (size_t)sala__round_up(m->block, 16);
+    return 2 * q * d + 2 * d * columns + q * columns + 2 * q;
+}
+
+static sala__attend_work sala__attend_layout(const sala_dims *m, float *scratch) {
+    sala__attend_work w;
+    int d = m->head_dim, q = SALA__QUERY_TILE * sala__group(m);
+    w.columns = sala__round_up(m->block, 16);
+    w.q = scratch;
+    w.o = w.q + q * d;
+    w.kt = w.o + q * d;
+    w.v = w.kt + d * w.columns;
+    w.s = w.v + d * w.columns;
+    w.max = w.s + q * w.columns;
+    w.sum = w.max + q;
+    return w;
+}
+
+// Widen `count` keys and values of block b, as row r sees them.
+static void sala__attend_gather(const sala_attend_args *a, const sala__tile *t, const sala__attend_work *w, int r, int b, int count) {
+    const sala_dims *m = a->dims;
+    int d = m->head_dim;
+    for (int j = 0; j < count; j++) {
+        int u = b * m->block + j;
+        const sala_act *k = sala__kv_at(m, a->rows, t->s, a->pages.k, a->nodes.k, r, t->g, u);
+        const sala_act *v = sala__kv_at(m, a->rows, t->s, a->pages.v, a->nodes.v, r, t->g, u);
+        sala__transpose_into(w->kt, w->columns, j, k, d);
+        sala__load_row(w->v + j * d, v, d);
+    }
+}
+
+// One block for rows i0 .. i1-1 of the tile: scores, then for each query one step of the running softmax.
+static void sala__attend_block(const sala_attend_args *a, const sala__tile *t, const sala__attend_work *w, int i0, int i1, int b) {
+    const sala_dims *m = a->dims;
+    int group = sala__group(m), d = m->head_dim, n = w->columns;
+    float *s = w->s + i0 * group * n;
+    memset(s, 0, sizeof(float) * (size_t)((i1 - i0) * group * n));
+    sala__matrix_add(s, w->q + i0 * group * d, d, w->kt, (i1 - i0) * group, d, n);
+    for (int i = i0 * group; i < i1 * group; i++) {
+        int count = a->rows->position[t->first + i / group] + 1 - b * m->block;
+        if (count > m->block) count = m->block;
+        float *si = w->s + i * n, *oi = w->o + i * d;
+        sala__v16 top = sala__set16(-INFINITY), total = sala__set16(0);
+        for (int x = 0; x < n; x += 16) {
+            sala__v16 v = sala__load16(si + x) * sala__set16(m->attn_scale);
+            if (count - x < 16) v = sala__lanes_below(v, count - x, -INFINITY);
+            sala__store16(si + x, v);
+            top = sala__larger16(top, v);
+        }
+        float max = sala__max16(top);
+        if (max < w->max[i]) max = w->max[i];
+        for (int x = 0; x < n; x += 16) {
+            sala__v16 p = sala__exp16(sala__load16(si + x) - sala__set16(max));
+            sala__store16(si + x, p);
+            total = total + p;
+        }
+        float carry = expf(w->max[i] - max);
+        w->sum[i] = fmaf(w->sum[i], carry, sala__sum16(total));
+        w->max[i] = max;
+        if (carry != 1)
+            for (int x = 0; x < d; x += 16) sala__store16(oi + x, sala__load16(oi + x) * sala__set16(carry));
+        sala__matrix_add(oi, si, n, w->v, 1, count, d);
+    }
+}
+
+// Does row i of the tile attend to block b? `cursor` walks its ascending list.
+static int sala__attends(const sala_attend_args *a, const sala__tile *t, int i, int b, int *cursor) {
+    const sala_dims *m = a->dims;
+    int64_t list = (int64_t)(t->first + i) * m->kv_heads + t->g;
+    if (a->count[list] < 0) return b <= a->rows->position[t->first + i] / m->block;
+    if (*cursor >= a->count[list] || a->blocks[list * m->top_k + *cursor] != b) return 0;
+    ++*cursor;
+    return 1;
+}
+
+static int sala__next_block(const sala_attend_args *a, const sala__tile *t, int after, const int *cursor) {
+    int next = INT_MAX; // the lowest block above `after` that any row of the tile attends to
+    for (int i = 0; i < t->count; i++) {
+        int64_t list = (int64_t)(t->first + i) * a->dims->kv_heads + t->g;
+        int b = INT_MAX;
+        if (a->count[list] < 0) {
+            if (after + 1 <= a->rows->position[t->first + i] / a->dims->block) b = after + 1;
+        } else if (cursor[i] < a->count[list]) {
+            b = a->blocks[list * a->dims->top_k + cursor[i]];
+        }
+        if (b < next) next = b;
+    }
+    return next;
+}
+
+static void sala__op_attend_tile(void *context, int64_t item, int thread) {
+    sala__attend_job *job = (sala__attend_job *)context;
+    const sala_attend_args *a = job->a;
+    const sala_dims *m = a->dims;
+    sala__tile t = sala__tile_get(a->rows, m->kv_heads, item);
+    sala__attend_work w = sala__attend_layout(m, (float *)sala__cpu_scratch(job->cpu, thread));
+    int group = sala__group(m), d = m->head_dim, cursor[SALA__QUERY_TILE] = {0}, takes[SALA__QUERY_TILE];
+    sala__tile_queries(m, &t, a->q, w.q);
+    memset(w.o, 0, sizeof(float) * (size_t)(t.count * group * d));
+    memset(w.kt, 0, sizeof(float) * (size_t)(d * w.columns));
+    for (int i = 0; i < t.count * group; i++) w.max[i] = -INFINITY, w.sum[i] = 0;
+    for (int b = sala__next_block(a, &t, -1, cursor); b != INT_MAX; b = sala__next_block(a, &t, b, cursor)) {
+        int shared = t.s->stored - b * m->block; // keys in the page; the others differ from path to path
+        if (shared > m->block) shared = m->block;
+        int own = shared < m->block && a->rows->verify;
+        for (int i = 0; i < t.count; i++) takes[i] = sala__attends(a, &t, i, b, &cursor[i]);
+        if (!own) sala__attend_gather(a, &t, &w, t.first, b, shared);
+        for (int i = 0; i < t.count;) { // runs of rows that take this block
+            int end = i + 1;
+            if (takes[i]) {
+                if (own) {
+                    int count = a->rows->position[t.first + i] + 1 - b * m->block;
+                    sala__attend_gather(a, &t, &w, t.first + i, b, count < m->block ? count : m->block);
+                } else {
+                    while (end < t.count && takes[end]) end++;
+                }
+                sala__attend_block(a, &t, &w, i, end, b);
+            }
+            i = end;
+        }
+    }
+    for (int i = 0; i < t.count * group; i++) {
+        sala_act *to = a->o + ((int64_t)(t.first + i / group) * m->heads + t.g * group + i % group) * d;
+        sala__v16 sum = sala__set16(w.sum[i]);
+        for (int x = 0; x < d; x += 16) sala__store_act16(to + x, sala__load16(w.o + i * d + x) / sum);
+    }
+}
+
+static void sala__op_attend(sala__cpu *cpu, const sala_attend_args *a) {
+    sala__attend_job job = {cpu, a};
+    sala__parallel(cpu, sala__tile_count(a->rows, a->dims->kv_heads), sala__op_attend_tile, &job);
+}
+
+// ---- gates, MLP, commit ----
+
+static void sala__op_gate_row(void *context, int64_t r, int thread) {
+    const sala_gate_args *a = (const sala_gate_args *)context;
+    sala_act *o = a->o + r * a->width;
+    float inverse = a->norm.data ? sala__rms_inverse(o, a->width, a->eps) : 0;
+    (void)thread;
+    for (int i = 0; i < a->width; i += 16) {
+        sala__v16 v = a->norm.data ? sala__round16(sala__normed16(o, inverse, &a->norm, i)) : sala__load_act16(o + i);
+        if (a->gate) v = v * sala__round16(sala__sigmoid16(sala__load_act16(a->gate + r * a->width + i)));
+        sala__store_act16(o + i, v);
+    }
+}
+
+static void sala__op_gate(sala__cpu *cpu, const sala_gate_args *a) {
+    sala__parallel(cpu, a->rows, sala__op_gate_row, (void *)(uintptr_t)a);
+}
+
+static void sala__op_swiglu_row(void *context, int64_t r, int thread) {
+    const sala_swiglu_args *a = (const sala_swiglu_args *)context;
+    (void)thread;
+    sala_act *gate = a->gate + r * a->width;
+    const sala_act *up = a->up + r * a->width;
+    for (int i = 0; i < a->width; i += 16) {
+        sala__v16 g = sala__load_act16(gate + i);
+        g = sala__round16(g * sala__sigmoid16(g));
+        sala__store_act16(gate + i, g * sala__load_act16(up + i));
+    }
+}
+
+static void sala__op_swiglu(sala__cpu *cpu, const sala_swiglu_args *a) {
+    sala__parallel(cpu, a->rows, sala__op_swiglu_row, (void *)(uintptr_t)a);
+}
+
+// One accepted node of a sparse layer: K, V and the compressed rows it completed go where prefill puts them.
+static void sala__commit_sparse(const sala_commit_args *a, const sala_seq *s, int layer, int r) {
+    const sala_dims *m = a->dims;
+    const sala_nodes *nodes = &a->nodes[layer];
+    const sala_pages *pages = &a->pages[layer];
+    size_t d = (size_t)m->head_dim, kvh = (size_t)m->kv_heads;
+    int u = a->rows->position[r];
+    for (size_t g = 0; g < kvh; g++) {
+        size_t from = ((size_t)r * kvh + g) * d;
+        size_t to = (((size_t)s->pages[u / m->block] * kvh + g) * (size_t)m->block + (size_t)(u % m->block)) * d;
+        memcpy(pages->k + to, nodes->k + from, d * sizeof(sala_act));
+        memcpy(pages->v + to, nodes->v + from, d * sizeof(sala_act));
+        for (int tier = 1; tier <= 2; tier++) {
+            int j = sala_tier_rows(m, tier, u + 1) - 1;
+            if (j < 0 || sala_tier_last(m, tier, j) != u) continue;
+            sala_act *slot = sala__tier_slot(m, s, tier == 1 ? pages->tier1 : pages->tier2, tier, (int)g, j);
+            memcpy(slot, (tier == 1 ? nodes->tier1 : nodes->tier2) + from, d * sizeof(sala_act));
+        }
+    }
+}
+
+static void sala__op_commit_seq(void *context, int64_t i, int thread) {
+    const sala_commit_args *a = (const sala_commit_args *)context;
+    const sala_seq *s = &a->rows->seqs[i];
+    size_t width = (size_t)a->dims->lin_kv_heads * (size_t)a->dims->lin_dim;
+    (void)thread;
+    for (int n = 0; n < a->accepted[i]; n++) {
+        int r = a->accepted_rows[i * SALA_MAX_PATH + n];
+        for (int l = 0; l < a->sparse_layers; l++) sala__commit_sparse(a, s, l, r);
+        for (int l = 0; l < a->lightning_layers; l++) {
+            size_t from = ((size_t)l * (size_t)a->node_rows + (size_t)r) * width;
+            size_t to = (((size_t)l * (size_t)a->slots + (size_t)s->slot) * SALA_MAX_PATH + (size_t)n) * width;
+            memcpy(a->pending_k + to, a->node_k + from, width * sizeof(sala_act));
+            memcpy(a->pending_v + to, a->node_v + from, width * sizeof(sala_act));
+        }
+    }
+}
+
+static void sala__op_commit(sala__cpu *cpu, const sala_commit_args *a) {
+    sala__parallel(cpu, a->rows->seq_count, sala__op_commit_seq, (void *)(uintptr_t)a);
+}
+
+// What one thread needs for the largest operation, in bytes.
+static size_t sala__ops_scratch(const sala_dims *m, int64_t context) {
+    size_t need = sala__gla_scratch(m), other[3];
+    other[0] = sala__gla_verify_scratch(m);
+    other[1] = sala__select_scratch(m, context);
+    other[2] = sala__attend_scratch(m);
+    for (int i = 0; i < 3; i++)
+        if (other[i] > need) need = other[i];
+    return need * sizeof(float);
+}
+
+// The dispatcher: the layer loop names an operation, the back end runs it.
+enum {
+#define SALA__OP_ID(name, args) SALA__OP_##name,
+    SALA_OPERATIONS(SALA__OP_ID)
+#undef SALA__OP_ID
+    SALA__OP_COUNT
+};
+
+static void sala__run_cpu(sala__cpu *cpu, int operation, const void *args) {
+    switch (operation) {
+#define SALA__OP_CASE(name, args_name)                                                                                           \
+    case SALA__OP_##name: sala__op_##name(cpu, (const sala_##args_name##_args *)args); break;
+        SALA_OPERATIONS(SALA__OP_CASE)
+#undef SALA__OP_CASE
+    default: break;
+    }
+}
+
+/* ------------------------------------------------------------------------------------------------
+   [8] MODEL AND MEMORY: the plan of every byte, pages and slots
+
+   sala_open does three things in order: read (config, weights, tokenizer), plan (how many bytes of what, and
+   whether they fit), take. After that nothing grows but a request's own lists. K/V and compressed keys live in
+   pages of one block; a sequence owns a list of them. Lightning states live in slots, one a sequence.
+   ------------------------------------------------------------------------------------------------ */
+
+typedef struct sala__plan {
+    int64_t pages;          // of the pool, shared by all sequences
+    int32_t slots;          // sequences resident at once
+    int32_t rows;           // of the largest pass
+    int32_t node_rows;      // of the largest verify pass
+    int32_t logits_rows;    // of prefill whose logits a request can see; at least 1
+    size_t page_kv, page_tier1, page_tier2; // elements of one page, one layer, one of K and V
+    size_t state;           // floats of one state, one layer
+    size_t pending;         // elements of one pending path, one layer, one of k and v
+    size_t thread_scratch;  // bytes
+    int64_t kv_bytes, state_bytes, pending_bytes, scratch_bytes;
+    int64_t limit;          // bytes that these four may take
+} sala__plan;
+
+// One sequence: what it holds, and where it stands.
+typedef struct sala__sequence {
+    int64_t id;             // 0: this slot is free
+    int64_t request;        // active request or 0
+    int32_t root;           // the last chosen token, in no cache yet; -1: none
+    int32_t pending;        // nodes of its pending path
+    int32_t stored;         // tokens whose K/V and compressed rows are in its pages
+    int32_t *pages;         // [page_count]
+    int32_t page_count, page_capacity;
+    int32_t *tokens;        // [token_count] its history: stored tokens, then the root
+    size_t token_count, token_capacity;
+} sala__sequence;
+
+enum { SALA__WAITING, SALA__PREFILL, SALA__DECODE };
+
+typedef struct sala__request { // a list in order of arrival
+    struct sala__request *next;
+    int64_t id, sequence;   // sequence id to continue, or 0; after admission: its sequence
+    int32_t slot, state, cancelled, keep;
+    int32_t *tokens;        // [token_count] to prefill
+    int64_t token_count, prefilled;
+    int32_t segment_start;
+    int64_t max_tokens, chosen;
+    int32_t *force;         // [force_count]
+    int64_t force_count;
+    int32_t *stop_tokens;   // [stop_token_count]
+    int32_t stop_token_count, ignore_eos, logprobs, want_rows;
+    char **stop;            // [stop_count]
+    int32_t stop_count;
+    sala__sampler sampler;
+    sala__stream stream;
+    sala__string held;      // decoded text that may be the beginning of a stop string
+    double submitted, admitted, first_token, last_token;
+    int64_t decode_bytes;
+} sala__request;
+
+typedef struct sala__event { // its text and list of logprobs are offsets until it is handed out
+    sala_event event;
+    size_t text, top;
+} sala__event;
+
+struct sala {
+    sala__env env;
+    sala_options options;
+    char *path, *device;
+    sala__config config;
+    sala__checkpoint checkpoint;
+    sala__weights weights;
+    sala__tokenizer tokenizer;
+    int has_tokenizer, sparse_layers, lightning_layers;
+    sala__plan plan;
+    sala__cpu cpu;
+    int cpu_open;
+    float *slopes;          // [lin_heads]
+    // pools
+    sala_pages *pages;      // [sparse_layers]
+    int32_t *free_pages;    // [plan.pages] a stack
+    int64_t free_page_count;
+    float *states;          // [lightning_layers, slots, lin_heads, lin_dim, lin_dim]
+    sala_act *pending_k, *pending_v; // [lightning_layers, slots, SALA_MAX_PATH, lin_kv_heads, lin_dim]
+    sala__sequence *sequences;       // [slots]
+    // one pass
+    sala_seq *seqs;         // [node_rows]
+    int32_t *token, *position, *seq, *paths; // [rows] x 3, [node_rows, SALA_MAX_PATH]
+    sala_act *x, *y, *branch;        // [rows, hidden]
+    sala_act *q, *gate, *o; // [rows, heads * dim]
+    sala_act *k, *v;        // [rows, kv_heads * dim]
+    sala_act *ffn_gate, *ffn_up;     // [rows, ffn]
+    float *cos_sin;         // [rows, dim]
+    int32_t *blocks, *block_count;   // [rows, kv_heads, top_k], [rows, kv_heads]
+    sala_nodes *nodes;      // [sparse_layers] of [node_rows, kv_heads, head_dim]
+    sala_act *node_k, *node_v;       // [lightning_layers, node_rows, lin_kv_heads, lin_dim]
+    float *prefill_logits;  // [logits_rows, vocab]
+    float *verify_logits;   // [slots, vocab]
+    float *prefill_hidden, *verify_hidden;   // [layers + 2, rows, hidden], [rows, layers + 2, hidden] or NULL
+    int32_t *prefill_blocks, *verify_blocks; // [sparse, rows, kv_heads, top_k], [rows, sparse, ...] or NULL
+    int32_t *accepted, *accepted_rows;       // [slots], [slots, SALA_MAX_PATH]
+    char *sample_scratch;   // [threads, sala__sampler_scratch]
+    // requests and events
+    sala__request *requests;
+    int64_t next_id;
+    sala__event *events;    // [event_count] of this step; event_taken are handed out
+    size_t event_count, event_capacity, event_taken;
+    sala__string event_text;
+    sala_logprob *event_top;
+    size_t event_top_count, event_top_capacity;
+};
+
+// ---- the plan ----
+
+static int64_t sala__free_memory(void) { // what the system says it can give without swapping
+    FILE *f = fopen("/proc/meminfo", "r");
+    long long kib = 0;
+    char line[128];
+    while (f && fgets(line, sizeof line, f))
+        if (sscanf(line, "MemAvailable: %lld kB", &kib) == 1) break;
+    if (f) fclose(f);
+    if (kib > 0) return (int64_t)kib * 1024;
+    return (int64_t)sysconf(_SC_PHYS_PAGES) * (int64_t)sysconf(_SC_PAGESIZE) / 2;
+}
+
+static int sala__max(int a, int b) {
+    return a > b ? a : b;
+}
+
+static int sala__query_width(const sala_dims *m) { // widest q (and gate, o) of the two layer kinds
+    return sala__max(m->heads * m->head_dim, m->lin_heads * m->lin_dim);
+}
+
+static int sala__kv_width(const sala_dims *m) {
+    return sala__max(m->kv_heads * m->head_dim, m->lin_kv_heads * m->lin_dim);
+}
+
+static int64_t sala__scratch_bytes(const sala *s) { // everything in "one pass" above, and per-thread scratch
+    const sala_dims *m = &s->config.dims;
+    const sala__plan *p = &s->plan;
+    int64_t act = sizeof(sala_act), rows = p->rows, nodes = p->node_rows, slots = p->slots;
+    int64_t lists = (int64_t)m->kv_heads * (m->top_k + 1) * 4;
+    int64_t row = act * (3 * (int64_t)m->hidden + 3 * sala__query_width(m) + 2 * sala__kv_width(m) + 2 * (int64_t)m->ffn);
+    row += 4 * (int64_t)m->lin_dim + lists + 3 * 4;
+    int64_t node = act * 4 * s->sparse_layers * (int64_t)m->kv_heads * m->head_dim;
+    node += act * 2 * s->lightning_layers * (int64_t)m->lin_kv_heads * m->lin_dim + SALA_MAX_PATH * 4;
+    int64_t shown = 0;
+    if (s->options.hidden_states)
+        shown = (m->layers + 2) * (int64_t)m->hidden * 4 + s->sparse_layers * (int64_t)m->kv_heads * m->top_k * 4;
+    int64_t threads = (int64_t)p->thread_scratch * s->options.threads;
+    threads += (int64_t)sala__sampler_scratch(m->vocab) * s->options.threads;
+    return row * rows + node * nodes + (4 * (int64_t)m->vocab + shown) * (p->logits_rows + slots) + threads;
+}
+
+// Fill the plan from the model's shape and the options; an error when it does not fit.
+static int sala__make_plan(sala *s, sala_error *err) {
+    const sala_dims *m = &s->config.dims;
+    sala_options *o = &s->options;
+    sala__plan *p = &s->plan;
+    int64_t act = sizeof(sala_act);
+    p->slots = o->max_sequences;
+    p->node_rows = o->max_sequences;
+    p->rows = sala__max(o->chunk, p->node_rows);
+    p->logits_rows = sala__max(o->logits_rows, 1);
+    p->pages = (o->kv_tokens + m->block - 1) / m->block;
+    p->page_kv = (size_t)m->kv_heads * (size_t)m->block * (size_t)m->head_dim;
+    p->page_tier1 = (size_t)m->kv_heads * (size_t)sala_tier_slots(m, 1) * (size_t)m->head_dim;
+    p->page_tier2 = (size_t)m->kv_heads * (size_t)sala_tier_slots(m, 2) * (size_t)m->head_dim;
+    p->state = (size_t)m->lin_heads * (size_t)m->lin_dim * (size_t)m->lin_dim;
+    p->pending = (size_t)SALA_MAX_PATH * (size_t)m->lin_kv_heads * (size_t)m->lin_dim;
+    p->thread_scratch = sala__ops_scratch(m, o->context);
+    if (p->thread_scratch < SALA__GEMM_SCRATCH) p->thread_scratch = SALA__GEMM_SCRATCH;
+    // No product below may overflow: a config can name any geometry.
+    double most = (double)p->pages * (double)p->page_kv * s->sparse_layers + (double)p->state * p->slots * s->lightning_layers;
+    most += (double)p->rows * ((double)m->hidden + m->ffn + (double)m->kv_heads * m->top_k) * (m->layers + 2.0);
+    most += ((double)p->logits_rows + p->slots) * ((double)m->vocab + (m->layers + 2.0) * m->hidden);
+    if (most > 1e15) return sala__fail(err, SALA_E_MEMORY, "the plan takes more than %.0f TiB", most / (1ll << 40));
+    p->kv_bytes = p->pages * s->sparse_layers * act * (int64_t)(2 * p->page_kv + p->page_tier1 + p->page_tier2);
+    p->state_bytes = (int64_t)p->state * 4 * s->lightning_layers * p->slots;
+    p->pending_bytes = (int64_t)p->pending * act * 2 * s->lightning_layers * p->slots;
+    p->scratch_bytes = sala__scratch_bytes(s);
+    p->limit = o->memory_limit ? o->memory_limit : sala__free_memory();
+    int64_t made = o->synthetic ? s->weights.bytes : 0; // mapped weights are the page cache's
+    int64_t total = p->kv_bytes + p->state_bytes + p->pending_bytes + p->scratch_bytes + made;
+    if (total <= p->limit) return 0;
+    double mib = 1.0 / (1 << 20);
+    return sala__fail(err, SALA_E_MEMORY,
+                      "the plan takes %.1f MiB (K/V %.1f, states %.1f, pending paths %.1f, scratch %.1f) but %.1f MiB %s: lower "
+                      "context (%lld), kv-tokens (%lld), max-sequences (%d) or chunk (%d)",
+                      (double)total * mib, (double)p->kv_bytes * mib, (double)p->state_bytes * mib, (double)p->pending_bytes * mib,
+                      (double)p->scratch_bytes * mib, (double)p->limit * mib, o->memory_limit ? "are allowed" : "are free",
+                      (long long)o->context, (long long)o->kv_tokens, o->max_sequences, o->chunk);
+}
+
+// The longest single sequence whose pages fit beside everything else.
+static int64_t sala__longest_context(const sala *s) {
+    const sala__plan *p = &s->plan;
+    const sala_dims *m = &s->config.dims;
+    int64_t page = s->sparse_layers * (int64_t)sizeof(sala_act) * (int64_t)(2 * p->page_kv + p->page_tier1 + p->page_tier2);
+    int64_t threads = s->options.threads;
+    int64_t base = p->state_bytes + p->pending_bytes + p->scratch_bytes - (int64_t)p->thread_scratch * threads;
+    base += (int64_t)sala__ops_scratch(m, 0) * threads;
+    page += threads * (int64_t)(sala__select_scratch(m, m->block) - sala__select_scratch(m, 0)) * 4; // scores
+    int64_t most = page > 0 ? (p->limit - base) / page * m->block : INT32_MAX;
+    int64_t cap = (int64_t)1 << 30;
+    return most < 0 ? 0 : most > cap ? cap : most;
+}
+
+// ---- open and close ----
+
+static int sala__default_options(sala *s, const sala_options *options, sala_error *err) {
+    sala_options *o = &s->options;
+    if (options) *o = *options;
+    s->env = o->hooks;
+    int code = sala__check_options(o, err);
+    if (code < 0) return code;
+    if (!o->threads) o->threads = sala__processors();
+    if (!o->max_sequences) o->max_sequences = 8;
+    if (!o->context) o->context = 32768;
+    if (!o->kv_tokens) o->kv_tokens = o->context + 4096 * (int64_t)(o->max_sequences - 1);
+    if (o->kv_tokens < o->context)
+        return sala__fail(err, SALA_E_ARGUMENT, "kv-tokens (%lld) is less than one context (%lld): raise it or lower context",
+                          (long long)o->kv_tokens, (long long)o->context);
+    if (!o->chunk) o->chunk = 2048;
+    return 0;
+}
+
+// Read config, weights and (unless only a plan is wanted) tokenizer.
+static int sala__read_files(sala *s, const char *path, int tokenizer, sala_error *err) {
+    int code = 0;
+    char *file = NULL;
+    if (!s->options.synthetic) {
+        struct stat st;
+        if (stat(path, &st) < 0)
+            return sala__fail(err, SALA_E_FILE, "%s: no such model folder: %s", path, strerror(errno));
+        if (!S_ISDIR(st.st_mode))
+            return sala__fail(err, SALA_E_FILE, "%s: not a folder; give the folder that holds config.json", path);
+        file = sala__join(&s->env, path, "config.json", err);
+        if (!file) return SALA_E_MEMORY;
+    }
+    sala__progress(&s->env, "reading the configuration", 0);
+    code = sala__config_read(&s->env, file ? file : path, &s->config, err);
+    sala__release(&s->env, file);
+    if (code < 0) return code;
+    sala_dims *m = &s->config.dims;
+    if (s->options.dense_len) m->dense_len = s->options.dense_len == SALA_DENSE_NEVER ? 0 : s->options.dense_len;
+    for (int l = 0; l < m->layers; l++) s->sparse_layers += s->config.sparse[l];
+    s->lightning_layers = m->layers - s->sparse_layers;
+    if (s->options.synthetic) // shapes and totals; the weights are made once the plan fits
+        return sala__weights_plan(&s->env, &s->config, &s->weights, err);
+    if ((code = sala__generation_config_read(&s->env, path, &s->config, err)) < 0) return code;
+    sala__progress(&s->env, "mapping the weights", 0.1);
+    if ((code = sala__checkpoint_open(&s->env, path, &s->checkpoint, err)) < 0) return code;
+    if ((code = sala__weights_bind(&s->env, &s->checkpoint, &s->config, &s->weights, err)) < 0) return code;
+    if (!tokenizer) return 0;
+    file = sala__join(&s->env, path, "tokenizer.json", err);
+    if (!file) return SALA_E_MEMORY;
+    int there = sala__file_exists(file);
+    if (!there) sala__log(&s->env, SALA_LOG_WARNING, "%s: not there: this model takes and gives token ids only", file);
+    sala__release(&s->env, file);
+    if (!there) return 0;
+    sala__progress(&s->env, "reading the tokenizer", 0.5);
+    code = sala__tokenizer_open(&s->env, path, m->vocab, s->options.chat_template, &s->tokenizer, err);
+    s->has_tokenizer = code == 0;
+    return code;
+}
+
+// All allocations of a pass: one table, so that open, close and the plan speak of the same things.
+typedef struct sala__buffer {
+    void **pointer;
+    size_t count, size;
+    const char *what;
+} sala__buffer;
+
+#define SALA__BUFFERS 34
+
+static int sala__buffers(sala *s, sala__buffer *b) {
+    const sala_dims *m = &s->config.dims;
+    const sala__plan *p = &s->plan;
+    size_t act = sizeof(sala_act), rows = (size_t)p->rows, nodes = (size_t)p->node_rows, slots = (size_t)p->slots;
+    size_t wide = (size_t)sala__query_width(m), narrow = (size_t)sala__kv_width(m), hidden = (size_t)m->hidden;
+    size_t lists = (size_t)m->kv_heads * (size_t)m->top_k, lightning = (size_t)s->lightning_layers;
+    size_t shown = (size_t)p->logits_rows, lin = (size_t)m->lin_kv_heads * (size_t)m->lin_dim;
+    size_t show_hidden = s->options.hidden_states ? (size_t)(m->layers + 2) * hidden : 0;
+    size_t show_blocks = s->options.hidden_states ? (size_t)s->sparse_layers * lists : 0;
+    const sala__buffer table[] = {
+        {(void **)&s->slopes, (size_t)m->lin_heads, 4, "slopes"},
+        {(void **)&s->free_pages, (size_t)p->pages, 4, "the page list"},
+        {(void **)&s->states, lightning * slots * p->state, 4, "lightning states"},
+        {(void **)&s->pending_k, lightning * slots * p->pending, act, "pending paths"},
+        {(void **)&s->pending_v, lightning * slots * p->pending, act, "pending paths"},
+        {(void **)&s->sequences, slots, sizeof(sala__sequence), "sequences"},
+        {(void **)&s->seqs, nodes, sizeof(sala_seq), "sequences"},
+        {(void **)&s->token, rows, 4, "rows"},
+        {(void **)&s->position, rows, 4, "rows"},
+        {(void **)&s->seq, rows, 4, "rows"},
+        {(void **)&s->paths, nodes * SALA_MAX_PATH, 4, "paths"},
+        {(void **)&s->x, rows * hidden, act, "activations"},
+        {(void **)&s->y, rows * hidden, act, "activations"},
+        {(void **)&s->branch, rows * hidden, act, "activations"},
+        {(void **)&s->q, rows * wide, act, "activations"},
+        {(void **)&s->gate, rows * wide, act, "activations"},
+        {(void **)&s->o, rows * wide, act, "activations"},
+        {(void **)&s->k, rows * narrow, act, "activations"},
+        {(void **)&s->v, rows * narrow, act, "activations"},
+        {(void **)&s->ffn_gate, rows * (size_t)m->ffn, act, "activations"},
+        {(void **)&s->ffn_up, rows * (size_t)m->ffn, act, "activations"},
+        {(void **)&s->cos_sin, rows * (size_t)sala__max(m->lin_dim, m->head_dim), 4, "rotary tables"},
+        {(void **)&s->blocks, rows * lists, 4, "block lists"},
+        {(void **)&s->block_count, rows * (size_t)m->kv_heads, 4, "block lists"},
+        {(void **)&s->node_k, lightning * nodes * lin, act, "verify scratch"},
+        {(void **)&s->node_v, lightning * nodes * lin, act, "verify scratch"},
+        {(void **)&s->prefill_logits, shown * (size_t)m->vocab, 4, "logits"},
+        {(void **)&s->verify_logits, slots * (size_t)m->vocab, 4, "logits"},
+        {(void **)&s->prefill_hidden, shown * show_hidden, 4, "hidden states"},
+        {(void **)&s->verify_hidden, slots * show_hidden, 4, "hidden states"},
+        {(void **)&s->prefill_blocks, shown * show_blocks, 4, "selected blocks"},
+        {(void **)&s->verify_blocks, slots * show_blocks, 4, "selected blocks"},
+        {(void **)&s->accepted, slots * (1 + SALA_MAX_PATH), 4, "accepted rows"},
+        {(void **)&s->sample_scratch, (size_t)s->options.threads * sala__sampler_scratch(m->vocab), 1, "sampling"},
+    };
+    memcpy(b, table, sizeof table);
+    return (int)(sizeof table / sizeof table[0]);
+}
+
+static int sala__allocate(sala *s, sala_error *err) {
+    const sala_dims *m = &s->config.dims;
+    const sala__plan *p = &s->plan;
+    sala__buffer b[SALA__BUFFERS];
+    int n = sala__buffers(s, b);
+    for (int i = 0; i < n; i++) {
+        if (b[i].count == 0) continue;
+        *b[i].pointer = sala__alloc(&s->env, b[i].count, b[i].size, b[i].what, err);
+        if (!*b[i].pointer) return SALA_E_MEMORY;
+    }
+    s->accepted_rows = s->accepted + p->slots;
+    s->pages = (sala_pages *)sala__alloc(&s->env, (size_t)s->sparse_layers, sizeof *s->pages, "pages", err);
+    s->nodes = (sala_nodes *)sala__alloc(&s->env, (size_t)s->sparse_layers, sizeof *s->nodes, "verify scratch", err);
+    if (!s->pages || !s->nodes) return SALA_E_MEMORY;
+    size_t act = sizeof(sala_act), pages = (size_t)p->pages;
+    size_t node = (size_t)p->node_rows * (size_t)m->kv_heads * (size_t)m->head_dim;
+    for (int l = 0; l < s->sparse_layers; l++) {
+        sala_act *kv = (sala_act *)sala__alloc(&s->env, pages * (2 * p->page_kv + p->page_tier1 + p->page_tier2), act,
+                                               "the K/V cache", err);
+        sala_act *scratch = (sala_act *)sala__alloc(&s->env, 4 * node, act, "verify scratch", err);
+        s->pages[l].k = kv; // owns the layer's one allocation
+        s->nodes[l].k = scratch;
+        if (!kv || !scratch) return SALA_E_MEMORY;
+        s->pages[l].v = kv + pages * p->page_kv;
+        s->pages[l].tier1 = s->pages[l].v + pages * p->page_kv;
+        s->pages[l].tier2 = s->pages[l].tier1 + pages * p->page_tier1;
+        s->nodes[l].v = scratch + node;
+        s->nodes[l].tier1 = scratch + 2 * node;
+        s->nodes[l].tier2 = scratch + 3 * node;
+    }
+    sala__slopes(m->lin_heads, s->slopes);
+    for (int64_t i = 0; i < p->pages; i++) s->free_pages[i] = (int32_t)(p->pages - 1 - i);
+    s->free_page_count = p->pages;
+    return 0;
+}
+
+static int sala__name_device(sala *s, sala_error *err) {
+    char text[96];
+#if defined(__AVX512F__)
+    const char *simd = ", AVX-512";
+#elif defined(__AVX2__) && defined(__FMA__)
+    const char *simd = ", AVX2";
+#elif defined(__ARM_NEON)
+    const char *simd = ", NEON";
+#else
+    const char *simd = ", no SIMD with fma: slow";
+#endif
+    int n = snprintf(text, sizeof text, "CPU, %d thread%s%s", s->options.threads, s->options.threads == 1 ? "" : "s", simd);
+    s->device = (char *)sala__alloc(&s->env, (size_t)n + 1, 1, "a name", err);
+    if (!s->device) return SALA_E_MEMORY;
+    memcpy(s->device, text, (size_t)n + 1);
+    return 0;
+}
+
+enum { SALA__FILL_PARTS = 64 };
+
+static void sala__fill_part(void *context, int64_t part, int thread) {
+    sala *s = (sala *)context;
+    (void)thread;
+    sala__weights_fill(&s->config, &s->weights, s->options.synthetic_seed, (int)part, SALA__FILL_PARTS);
+}
+
+static int sala__open(sala *s, const char *path, sala_error *err) {
+    int code = sala__read_files(s, path, 1, err);
+    if (code < 0) return code;
+    if ((code = sala__make_plan(s, err)) < 0) return code;
+    s->path = sala__join(&s->env, "", path, err);
+    if (!s->path) return SALA_E_MEMORY;
+    sala__progress(&s->env, "allocating", 0.6);
+    if ((code = sala__name_device(s, err)) < 0) return code;
+    if ((code = sala__allocate(s, err)) < 0) return code;
+    code = sala__cpu_open(&s->env, s->options.threads, s->plan.thread_scratch, &s->cpu, err);
+    if (code < 0) return code;
+    s->cpu_open = 1;
+    if (s->options.synthetic) {
+        sala__progress(&s->env, "making weights", 0.7);
+        sala__weights_free(&s->env, &s->weights);
+        code = sala__weights_allocate(&s->env, &s->config, &s->weights, err);
+        if (code < 0) return code;
+        sala__parallel(&s->cpu, SALA__FILL_PARTS, sala__fill_part, s);
+    }
+    sala__progress(&s->env, "ready", 1);
+    return 0;
+}
+
+static void sala__drop_request(sala *s, sala__request *r);
+
+SALA_API void sala_close(sala *s) {
+    if (!s) return;
+    sala__env env = s->env;
+    while (s->requests) {
+        sala__request *r = s->requests;
+        s->requests = r->next;
+        sala__drop_request(s, r);
+    }
+    for (int i = 0; s->sequences && i < s->plan.slots; i++) {
+        sala__release(&env, s->sequences[i].pages);
+        sala__release(&env, s->sequences[i].tokens);
+    }
+    if (s->cpu_open) sala__cpu_close(&s->cpu);
+    for (int l = 0; l < s->sparse_layers; l++) {
+        if (s->pages) sala__release(&env, s->pages[l].k);
+        if (s->nodes) sala__release(&env, s->nodes[l].k);
+    }
+    sala__release(&env, s->pages);
+    sala__release(&env, s->nodes);
+    sala__buffer b[SALA__BUFFERS];
+    int n = sala__buffers(s, b);
+    for (int i = 0; i < n; i++) sala__release(&env, *b[i].pointer);
+    sala__release(&env, s->events);
+    sala__release(&env, s->event_text.data);
+    sala__release(&env, s->event_top);
+    if (s->has_tokenizer) sala__tokenizer_close(&s->tokenizer);
+    sala__weights_free(&env, &s->weights);
+    sala__checkpoint_close(&s->checkpoint);
+    sala__config_free(&env, &s->config);
+    sala__release(&env, s->path);
+    sala__release(&env, s->device);
+    sala__release(&env, s);
+}
+
+static sala *sala__new(const sala_options *options, sala_error *err) {
+    sala__env none = {NULL, NULL, NULL, NULL};
+    const sala__env *env = options ? &options->hooks : &none;
+    if (err) memset(err, 0, sizeof *err);
+    sala *s = (sala *)sala__alloc(env, 1, sizeof *s, "the engine", err);
+    if (s) s->env = *env;
+    if (s && sala__default_options(s, options, err) < 0) {
+        sala_close(s);
+        s = NULL;
+    }
+    return s;
+}
+
+SALA_API sala *sala_open(const char *path, const sala_options *options, sala_error *err) {
+    sala *s = sala__new(options, err);
+    if (!s) return NULL;
+    if (!path) {
+        sala__fail(err, SALA_E_ARGUMENT, "sala_open: no path given");
+    } else if (sala__open(s, path, err) == 0) {
+        return s;
+    }
+    sala_close(s);
+    return NULL;
+}
+
+// ---- info ----
+
+SALA_API const char *sala_version(void) {
+    return SALA_VERSION;
+}
+
+static int64_t sala__state_traffic(const sala *s) { // bytes of lightning state that one token reads and writes
+    return 2 * (int64_t)s->plan.state * 4 * s->lightning_layers;
+}
+
+SALA_API void sala_get_info(sala *s, sala_info *info) {
+    const sala_dims *m = &s->config.dims;
+    const sala__plan *p = &s->plan;
+    memset(info, 0, sizeof *info);
+    info->path = s->path;
+    info->device = s->device;
+    static const char *const formats[] = {"BF16", "F16", "F32"};
+    int format = s->weights.layers ? s->weights.layers[0].q.format : SALA_BF16;
+    info->weight_format = formats[format];
+    info->chat_template = s->has_tokenizer ? s->tokenizer.template_name : "none";
+    info->vocab = m->vocab;
+    info->hidden = m->hidden;
+    info->layers = m->layers;
+    info->sparse_layers = s->sparse_layers;
+    info->lightning_layers = s->lightning_layers;
+    info->heads = m->heads;
+    info->kv_heads = m->kv_heads;
+    info->head_dim = m->head_dim;
+    info->lightning_heads = m->lin_heads;
+    info->lightning_head_dim = m->lin_dim;
+    info->block = m->block;
+    info->top_k = m->top_k;
+    info->dense_len = m->dense_len;
+    info->chunk = s->options.chunk;
+    info->threads = s->options.threads;
+    info->max_sequences = s->options.max_sequences;
+    info->parameters = s->weights.parameters;
+    info->bits_per_weight = s->weights.parameters ? 8.0 * (double)s->weights.bytes / (double)s->weights.parameters : 0;
+    info->context = s->options.context;
+    info->longest_context = sala__longest_context(s);
+    info->weight_bytes = s->weights.bytes;
+    info->kv_bytes = p->kv_bytes;
+    info->state_bytes = p->state_bytes;
+    info->pending_bytes = p->pending_bytes;
+    info->scratch_bytes = p->scratch_bytes;
+    info->total_bytes = info->weight_bytes + p->kv_bytes + p->state_bytes + p->pending_bytes + p->scratch_bytes;
+    info->kv_bytes_per_token = p->pages ? p->kv_bytes / p->pages / m->block : 0;
+    info->state_bytes_per_sequence = (int64_t)p->state * 4 * s->lightning_layers;
+    info->decode_bytes = s->weights.decode_bytes + sala__state_traffic(s);
+    for (int i = 0; s->sequences && i < p->slots; i++) {
+        info->sequences_resident += s->sequences[i].id != 0;
+    }
+    for (const sala__request *r = s->requests; r; r = r->next) {
+        if (r->state == SALA__WAITING) info->requests_waiting++;
+        else info->requests_active++;
+    }
+    info->kv_tokens_total = p->pages * m->block;
+    info->kv_tokens_reserved = (p->pages - s->free_page_count) * m->block;
+    info->bos = s->has_tokenizer ? s->tokenizer.bos : s->config.bos;
+    info->eos = s->config.eos;
+    info->eos_count = s->config.eos_count;
+}
+
+SALA_API int sala_plan(const char *path, const sala_options *options, sala_info *info, sala_error *err) {
+    memset(info, 0, sizeof *info);
+    sala *s = sala__new(options, err);
+    if (!s) return err ? err->code : SALA_E_ARGUMENT;
+    int code = path ? sala__read_files(s, path, 0, err) : sala__fail(err, SALA_E_ARGUMENT, "sala_plan: no path given");
+    if (code == 0) {
+        code = sala__make_plan(s, err); // a plan that does not fit is still reported
+        s->free_page_count = s->plan.pages;
+        sala_get_info(s, info);
+        info->path = info->device = info->weight_format = info->chat_template = NULL;
+        info->eos = NULL;
+        info->eos_count = 0;
+    }
+    sala_close(s);
+    return code;
+}
+
+/* ------------------------------------------------------------------------------------------------
+   [9] THE LOOP: prefill, verify, events
+
+   Two kinds of pass and no third. Prefill runs a chunk of one sequence's prompt. Verify runs, for every
+   sequence that generates, a tree whose root is the last chosen token; plain decoding is a verify of
+   one-node trees. sala__forward below is the only copy of the layer loop and serves both.
+   ------------------------------------------------------------------------------------------------ */
+
+// ---- events ----
+
+// Append an event. The pointer is good until the next one is appended.
+static sala_event *sala__add_event(sala *s, const sala__request *r, int type, sala_error *err) {
+    if (sala__grow(&s->env, (void **)&s->events, &s->event_capacity, s->event_count + 1,
+                   sizeof *s->events, "events", err) < 0)
+        return NULL;
+    sala__event *e = &s->events[s->event_count++];
+    memset(e, 0, sizeof *e);
+    e->event.type = type;
+    e->event.request = r->id;
+    e->text = s->event_text.size;
+    e->top = s->event_top_count;
+    return &e->event;
+}
+
+SALA_API int sala_next_event(sala *s, sala_event *event) {
+    if (s->event_taken == s->event_count) return 0;
+    const sala__event *e = &s->events[s->event_taken++];
+    *event = e->event;
+    event->text = event->text_bytes ? s->event_text.data + e->text : "";
+    event->top = event->top_count ? s->event_top + e->top : NULL;
+    return 1;
+}
+
+// ---- requests ----
+
+static void sala__drop_request(sala *s, sala__request *r) {
+    const sala__env *env = &s->env;
+    sala__release(env, r->tokens);
+    sala__release(env, r->force);
+    sala__release(env, r->stop_tokens);
+    for (int i = 0; r->stop && i < r->stop_count; i++) sala__release(env, r->stop[i]);
+    sala__release(env, r->stop);
+    sala__sampler_free(env, &r->sampler);
+    sala__release(env, r->held.data);
+    sala__release(env, r);
+}
+
+static sala__sequence *sala__find_sequence(sala *s, int64_t id) {
+    for (int i = 0; i < s->plan.slots; i++)
+        if (id > 0 && s->sequences[i].id == id) return &s->sequences[i];
+    return NULL;
+}
+
+static void *sala__copy(sala *s, const void *from, size_t count, size_t size, const char *what, sala_error *err) {
+    void *p = sala__alloc(&s->env, count, size, what, err);
+    if (p && count) memcpy(p, from, count * size);
+    return p;
+}
+
+static int sala__check_tokens(const sala *s, const int32_t *tokens, int64_t count, const char *field, sala_error *err) {
+    for (int64_t i = 0; i < count; i++)
+        if (tokens[i] < 0 || tokens[i] >= s->config.dims.vocab)
+            return sala__fail(err, SALA_E_ARGUMENT, "%s[%lld] is %d, but the vocabulary has %d tokens", field, (long long)i,
+                              tokens[i], s->config.dims.vocab);
+    return 0;
+}
+
+// The prompt: given as ids, or encoded from text.
+static int sala__request_prompt(sala *s, const sala_request *ask, sala__request *r, sala_error *err) {
+    if (!ask->text) {
+        int code = sala__check_tokens(s, ask->tokens, ask->token_count, "tokens", err);
+        if (code < 0) return code;
+        r->token_count = ask->token_count;
+        r->tokens = (int32_t *)sala__copy(s, ask->tokens, (size_t)ask->token_count, 4, "the prompt", err);
+        return r->tokens ? 0 : SALA_E_MEMORY;
+    }
+    if (!s->has_tokenizer)
+        return sala__fail(err, SALA_E_STATE, "this model has no tokenizer.json: give token ids instead of text");
+    size_t bytes = ask->text_bytes ? ask->text_bytes : strlen(ask->text);
+    int flags = SALA_PARSE_SPECIAL | (ask->sequence ? 0 : SALA_ADD_BOS);
+    r->token_count = sala__encode(&s->tokenizer, ask->text, bytes, flags, &r->tokens, err);
+    return r->token_count < 0 ? (int)r->token_count : 0;
+}
+
+static int sala__request_copy(sala *s, const sala_request *ask, sala__request *r, sala_error *err) {
+    int code = sala__request_prompt(s, ask, r, err);
+    if (code < 0) return code;
+    r->sequence = ask->sequence;
+    r->keep = ask->keep;
+    r->max_tokens = ask->max_tokens ? ask->max_tokens : 256;
+    r->ignore_eos = ask->ignore_eos;
+    r->logprobs = ask->logprobs;
+    r->want_rows = ask->want_rows;
+    if ((code = sala__check_tokens(s, ask->force, ask->force_count, "force", err)) < 0) return code;
+    if ((code = sala__check_tokens(s, ask->stop_tokens, ask->stop_token_count, "stop_tokens", err)) < 0) return code;
+    r->force = (int32_t *)sala__copy(s, ask->force, (size_t)ask->force_count, 4, "forced tokens", err);
+    r->stop_tokens = (int32_t *)sala__copy(s, ask->stop_tokens, (size_t)ask->stop_token_count, 4, "stop tokens", err);
+    r->stop = (char **)sala__alloc(&s->env, (size_t)ask->stop_count, sizeof(char *), "stop strings", err);
+    if (!r->force || !r->stop_tokens || !r->stop) return SALA_E_MEMORY;
+    r->force_count = ask->force_count;
+    r->stop_token_count = ask->stop_token_count;
+    for (; r->stop_count < ask->stop_count; r->stop_count++) {
+        const char *text = ask->stop[r->stop_count];
+        r->stop[r->stop_count] = (char *)sala__copy(s, text, strlen(text) + 1, 1, "a stop string", err);
+        if (!r->stop[r->stop_count]) return SALA_E_MEMORY;
+    }
+    if (s->has_tokenizer) sala__stream_init(&s->tokenizer, ask->special_text, &r->stream);
+    code = sala__sampler_init(&s->env, ask, s->config.dims.vocab, &r->sampler, err);
+    for (int64_t i = 0; code == 0 && i < r->token_count; i++) sala__sampler_note(&r->sampler, r->tokens[i], 0);
+    return code;
+}
+
+// What can be known at once about a request that can never run.
+static int sala__request_fits(sala *s, const sala__request *r, const sala_request *ask, sala_error *err) {
+    const sala__sequence *q = r->sequence ? sala__find_sequence(s, r->sequence) : NULL;
+    int64_t stored = 0;
+    if (r->sequence) {
+        if (!q) return sala__fail(err, SALA_E_ARGUMENT, "there is no sequence %lld", (long long)r->sequence);
+        if (q->request) return sala__fail(err, SALA_E_STATE, "sequence %lld is busy", (long long)r->sequence);
+        stored = q->stored + (q->root >= 0);
+    }
+    if (r->token_count + (q && q->root >= 0) == 0)
+        return sala__fail(err, SALA_E_ARGUMENT, "the prompt is empty: give at least one token");
+    if (stored + r->token_count + r->max_tokens > s->options.context)
+        return sala__fail(err, SALA_E_ARGUMENT,
+                          "the prompt (%lld tokens%s) and max-tokens (%lld) do not fit the context of %lld: shorten it or raise "
+                          "--context",
+                          (long long)(stored + r->token_count), q ? " with the sequence so far" : "", (long long)r->max_tokens,
+                          (long long)s->options.context);
+    if ((ask->want_rows & SALA_ROWS_PROMPT) && s->options.logits_rows < SALA_TILE)
+        return sala__fail(err, SALA_E_ARGUMENT, "want_rows needs an engine opened with logits-rows of at least %d", SALA_TILE);
+    if (ask->text == NULL && r->stop_count && !s->has_tokenizer)
+        return sala__fail(err, SALA_E_STATE, "this model has no tokenizer.json: stop strings cannot be matched");
+    return 0;
+}
+
+SALA_API int64_t sala_submit(sala *s, const sala_request *ask, sala_error *err) {
+    if (err) memset(err, 0, sizeof *err);
+    int code = sala__check_request_fields(ask, err);
+    if (code < 0) return code;
+    sala__request *r = (sala__request *)sala__alloc(&s->env, 1, sizeof *r, "a request", err);
+    if (!r) return SALA_E_MEMORY;
+    code = sala__request_copy(s, ask, r, err);
+    if (code == 0) code = sala__request_fits(s, r, ask, err);
+    if (code < 0) {
+        sala__drop_request(s, r);
+        return code;
+    }
+    if (r->sequence) sala__find_sequence(s, r->sequence)->request = s->next_id + 1;
+    r->id = ++s->next_id;
+    r->slot = -1;
+    r->submitted = sala__now();
+    sala__request **end = &s->requests;
+    while (*end) end = &(*end)->next;
+    *end = r;
+    return r->id;
+}
+
+SALA_API int sala_cancel(sala *s, int64_t request, sala_error *err) {
+    for (sala__request *r = s->requests; r; r = r->next)
+        if (r->id == request) {
+            r->cancelled = 1;
+            return 0;
+        }
+    return sala__fail(err, SALA_E_ARGUMENT, "there is no unfinished request %lld", (long long)request);
+}
+
+static void sala__free_sequence(sala *s, sala__sequence *q) {
+    for (int i = 0; i < q->page_count; i++) s->free_pages[s->free_page_count++] = q->pages[i];
+    q->page_count = 0;
+    q->id = 0;
+    q->request = 0;
+    q->token_count = 0;
+}
+
+SALA_API int sala_release(sala *s, int64_t sequence, sala_error *err) {
+    sala__sequence *q = sala__find_sequence(s, sequence);
+    if (!q) return sala__fail(err, SALA_E_ARGUMENT, "there is no sequence %lld", (long long)sequence);
+    if (q->request)
+        return sala__fail(err, SALA_E_STATE, "sequence %lld is in use by request %lld: cancel that first", (long long)sequence,
+                          (long long)q->request);
+    sala__free_sequence(s, q);
+    return 0;
+}
+
+// ---- the pass ----
+
+typedef struct sala__pass {
+    sala_rows rows;
+    sala_act *logits_x;      // [logits_rows, hidden] the rows whose logits are wanted, inside y
+    int32_t logits_first, logits_rows;
+    float *logits;           // [logits_rows, vocab]
+    float *hidden;           // or NULL; element (state l, row r) begins at l * hidden_l + r * hidden_r
+    size_t hidden_l, hidden_r;
+    int32_t *blocks;         // or NULL; the same with blocks_l, blocks_r
+    size_t blocks_l, blocks_r;
+} sala__pass;
+
+static void sala__op(sala *s, int operation, const void *args) {
+    sala__run_cpu(&s->cpu, operation, args);
+}
+
+static void sala__show_hidden(const sala *s, const sala__pass *p, int state, const sala_act *x) {
+    if (!p->hidden) return;
+    int width = s->config.dims.hidden;
+    for (int r = 0; r < p->rows.count; r++)
+        sala__load_row(p->hidden + (size_t)state * p->hidden_l + (size_t)r * p->hidden_r, x + (size_t)r * (size_t)width, width);
+}
+
+static void sala__show_blocks(const sala *s, const sala__pass *p, int sparse_layer) {
+    if (!p->blocks) return;
+    const sala_dims *m = &s->config.dims;
+    for (int r = 0; r < p->rows.count; r++)
+        for (int g = 0; g < m->kv_heads; g++) {
+            int32_t *to = p->blocks + (size_t)sparse_layer * p->blocks_l + (size_t)r * p->blocks_r + g * m->top_k;
+            int64_t list = (int64_t)r * m->kv_heads + g;
+            int count = s->block_count[list];
+            for (int i = 0; i < m->top_k; i++)
+                to[i] = count < 0 ? -2 : i < count ? s->blocks[list * m->top_k + i] : -1;
+        }
+}
+
+static void sala__gemm1(sala *s, int rows, const sala_act *x, const sala_weight *w, sala_act *y) {
+    sala_gemm_args a;
+    memset(&a, 0, sizeof a);
+    a.rows = rows;
+    a.count = 1;
+    a.x = x;
+    a.w[0] = *w;
+    a.y[0] = y;
+    sala__op(s, SALA__OP_gemm, &a);
+}
+
+// The four (or three) projections of a mixer that read the normed input y.
+static void sala__project(sala *s, int rows, const sala__layer *w, sala_act *k, sala_act *v) {
+    sala_gemm_args a;
+    memset(&a, 0, sizeof a);
+    a.rows = rows;
+    a.count = w->gate.data ? 4 : 3;
+    a.x = s->y;
+    a.w[0] = w->q;
+    a.w[1] = w->k;
+    a.w[2] = w->v;
+    a.w[3] = w->gate;
+    a.y[0] = s->q;
+    a.y[1] = k;
+    a.y[2] = v;
+    a.y[3] = s->gate;
+    sala__op(s, SALA__OP_gemm, &a);
+}
+
+static void sala__sparse_layer(sala *s, sala__pass *p, const sala__layer *w, int index) {
+    const sala_dims *m = &s->config.dims;
+    sala_nodes nodes = s->nodes[index];
+    if (!p->rows.verify) { // prefill: k, v pass through the common buffers on their way into pages
+        nodes.k = s->k;
+        nodes.v = s->v;
+    }
+    sala__project(s, p->rows.count, w, nodes.k, nodes.v);
+    if (m->sparse_rope) {
+        sala_qk_args qk;
+        memset(&qk, 0, sizeof qk);
+        qk.rows = p->rows.count;
+        qk.heads = m->heads;
+        qk.kv_heads = m->kv_heads;
+        qk.dim = m->head_dim;
+        qk.cos_sin = s->cos_sin;
+        qk.q = s->q;
+        qk.k = nodes.k;
+        sala__op(s, SALA__OP_qk_norm_rope, &qk);
+    }
+    sala_store_args store = {m, &p->rows, nodes, s->pages[index]};
+    sala__op(s, p->rows.verify ? SALA__OP_store_verify : SALA__OP_store_prefill, &store);
+    sala_select_args select = {m, &p->rows, s->q, nodes, s->pages[index], s->blocks, s->block_count};
+    sala__op(s, SALA__OP_select, &select);
+    sala__show_blocks(s, p, index);
+    sala_attend_args attend = {m, &p->rows, s->q, nodes, s->pages[index], s->blocks, s->block_count, s->o};
+    sala__op(s, SALA__OP_attend, &attend);
+    sala_gate_args gate = {p->rows.count, m->heads * m->head_dim, m->eps, w->o_norm, w->gate.data ? s->gate : NULL, s->o};
+    if (w->gate.data) sala__op(s, SALA__OP_gate, &gate);
+    sala__gemm1(s, p->rows.count, s->o, &w->o, s->branch);
+}
+
+static sala_gla_args sala__gla_args(sala *s, const sala_rows *rows, int index) {
+    const sala_dims *m = &s->config.dims;
+    const sala__plan *p = &s->plan;
+    size_t slots = (size_t)p->slots, lin = (size_t)m->lin_kv_heads * (size_t)m->lin_dim;
+    sala_gla_args a;
+    memset(&a, 0, sizeof a);
+    a.dims = m;
+    a.rows = rows;
+    a.slopes = s->slopes;
+    a.q = s->q;
+    a.k = rows->verify ? s->node_k + (size_t)index * (size_t)p->node_rows * lin : s->k;
+    a.v = rows->verify ? s->node_v + (size_t)index * (size_t)p->node_rows * lin : s->v;
+    a.state = s->states + (size_t)index * slots * p->state;
+    a.pending_k = s->pending_k + (size_t)index * slots * p->pending;
+    a.pending_v = s->pending_v + (size_t)index * slots * p->pending;
+    a.o = s->o;
+    return a;
+}
+
+static void sala__lightning_layer(sala *s, sala__pass *p, const sala__layer *w, int index) {
+    const sala_dims *m = &s->config.dims;
+    sala_gla_args gla = sala__gla_args(s, &p->rows, index);
+    sala_act *k = (sala_act *)(uintptr_t)gla.k, *v = (sala_act *)(uintptr_t)gla.v;
+    sala__project(s, p->rows.count, w, k, v);
+    sala_qk_args qk = {p->rows.count, m->lin_heads, m->lin_kv_heads, m->lin_dim, m->eps, w->q_norm, w->k_norm,
+                       m->lin_rope ? s->cos_sin : NULL, s->q, k};
+    sala__op(s, SALA__OP_qk_norm_rope, &qk);
+    sala__op(s, p->rows.verify ? SALA__OP_gla_verify : SALA__OP_gla_prefill, &gla);
+    sala_gate_args gate = {p->rows.count, m->lin_heads * m->lin_dim, m->eps, w->o_norm, w->gate.data ? s->gate : NULL, s->o};
+    sala__op(s, SALA__OP_gate, &gate);
+    sala__gemm1(s, p->rows.count, s->o, &w->o, s->branch);
+}
+
+static void sala__mlp(sala *s, int rows, const sala__layer *w) {
+    sala_gemm_args a;
+    memset(&a, 0, sizeof a);
+    a.rows = rows;
+    a.count = 2;
+    a.x = s->y;
+    a.w[0] = w->mlp_gate;
+    a.w[1] = w->mlp_up;
+    a.y[0] = s->ffn_gate;
+    a.y[1] = s->ffn_up;
+    sala__op(s, SALA__OP_gemm, &a);
+    sala_swiglu_args act = {rows, s->config.dims.ffn, s->ffn_gate, s->ffn_up};
+    sala__op(s, SALA__OP_swiglu, &act);
+    sala__gemm1(s, rows, s->ffn_gate, &w->mlp_down, s->branch);
+}
+
+// All layers for all rows. Every token's path through the model is this function.
+static void sala__forward(sala *s, sala__pass *p) {
+    const sala_dims *m = &s->config.dims;
+    int sparse = 0, lightning = 0, rows = p->rows.count;
+    sala_embed_args embed = {m, &p->rows, s->weights.embed, s->x};
+    sala__op(s, SALA__OP_embed, &embed);
+    sala__show_hidden(s, p, 0, s->x);
+    sala_rope_args rope = {&p->rows, m->rope_theta, m->lin_dim, s->cos_sin};
+    sala__op(s, SALA__OP_rope_table, &rope);
+    sala_norm_args norm = {rows, m->hidden, m->eps, m->residual_scale, NULL, s->weights.final_norm, s->x, s->y, 1};
+    for (int l = 0; l < m->layers; l++) {
+        const sala__layer *w = &s->weights.layers[l];
+        norm.weight = w->input_norm;
+        sala__op(s, SALA__OP_norm, &norm); // adds the MLP branch of the layer before
+        if (l > 0) sala__show_hidden(s, p, l, s->x);
+        if (w->sparse) sala__sparse_layer(s, p, w, sparse++);
+        else sala__lightning_layer(s, p, w, lightning++);
+        norm.branch = s->branch;
+        norm.weight = w->post_norm;
+        sala__op(s, SALA__OP_norm, &norm);
+        sala__mlp(s, rows, w);
+    }
+    norm.weight = s->weights.final_norm;
+    if (p->hidden) { // the final norm as it is, before the division that the head wants
+        sala__op(s, SALA__OP_norm, &norm);
+        sala__show_hidden(s, p, m->layers, s->x);
+        sala__show_hidden(s, p, m->layers + 1, s->y);
+        norm.branch = NULL;
+    }
+    norm.divisor = m->logit_divisor;
+    sala__op(s, SALA__OP_norm, &norm);
+    if (!p->logits_rows) return;
+    sala_gemm_args head;
+    memset(&head, 0, sizeof head);
+    head.rows = p->logits_rows;
+    head.count = 1;
+    head.x = s->y + (size_t)p->logits_first * (size_t)m->hidden;
+    head.w[0] = s->weights.head;
+    head.y_f32 = p->logits;
+    sala__op(s, SALA__OP_gemm, &head);
+}
+
+// ---- choosing tokens, text, the end of a request ----
+
+// What the first of these events at index j of the output decides (speculation.md 5.4): an end token, a stop
+// string, the number of tokens.
+static int sala__is_stop_token(const sala *s, const sala__request *r, int32_t token) {
+    for (int i = 0; i < r->stop_token_count; i++)
+        if (r->stop_tokens[i] == token) return 1;
+    for (int i = 0; !r->ignore_eos && i < s->config.eos_count; i++)
+        if (s->config.eos[i] == token) return 1;
+    return 0;
+}
+
+// How many bytes of `held` can be shown: all before the earliest place where a stop string stands (*stopped = 1)
+// or might still begin.
+static size_t sala__stop_scan(const sala__request *r, int *stopped) {
+    const char *text = r->held.data;
+    size_t size = r->held.size;
+    *stopped = 0;
+    for (size_t at = 0; at < size; at++)
+        for (int i = 0; i < r->stop_count; i++) {
+            size_t n = strlen(r->stop[i]), have = size - at < n ? size - at : n;
+            if (memcmp(text + at, r->stop[i], have) != 0) continue;
+            if (have == n) {
+                *stopped = 1;
+                return at;
+            }
+            int longer = 0; // another stop string may stand complete at the same place
+            for (int k = i + 1; k < r->stop_count; k++) {
+                size_t nk = strlen(r->stop[k]);
+                longer |= nk <= size - at && memcmp(text + at, r->stop[k], nk) == 0;
+            }
+            *stopped = longer;
+            return at;
+        }
+    return size;
+}
+
+// Move the first `bytes` of the held text to the last event.
+static int sala__emit_text(sala *s, sala__request *r, size_t bytes, sala_error *err) {
+    int code = sala__append(&s->env, &s->event_text, r->held.data ? r->held.data : "", bytes, err);
+    if (code < 0) return code;
+    s->events[s->event_count - 1].event.text_bytes = bytes;
+    r->held.size -= bytes;
+    if (bytes) memmove(r->held.data, r->held.data + bytes, r->held.size);
+    return 0;
+}
+
+static void sala__fill_timings(const sala__request *r, sala_timings *t) {
+    t->prompt_tokens = r->prefilled;
+    t->output_tokens = r->chosen;
+    t->queue_seconds = r->admitted > 0 ? r->admitted - r->submitted : 0;
+    t->prefill_seconds = r->first_token > 0 ? r->first_token - r->admitted : 0;
+    t->decode_seconds = r->first_token > 0 ? r->last_token - r->first_token : 0;
+    t->decode_bytes = r->decode_bytes;
+}
+
+// The request is over: a last event, then its sequence is kept or freed. The request itself goes at the end of
+// the step (`slot` -2 marks it).
+static int sala__finish(sala *s, sala__request *r, int reason, int show_rest, sala_error *err) {
+    int code = 0;
+    if (show_rest && s->has_tokenizer) code = sala__stream_flush(&r->stream, &r->held, err);
+    if (code < 0) return code;
+    if (!show_rest) r->held.size = 0;
+    sala_event *e = sala__add_event(s, r, SALA_EVENT_FINISH, err);
+    if (!e) return SALA_E_MEMORY;
+    e->finish_reason = reason;
+    sala__fill_timings(r, &e->timings);
+    sala__sequence *q = r->slot >= 0 ? &s->sequences[r->slot] : r->sequence ? sala__find_sequence(s, r->sequence) : NULL;
+    if (q) {
+        q->request = 0;
+        e->sequence = r->keep || r->slot < 0 ? q->id : 0;
+        if (!e->sequence) sala__free_sequence(s, q);
+    }
+    r->slot = -2;
+    return sala__emit_text(s, r, r->held.size, err);
+}
+
+static int sala__note_token(sala *s, sala__sequence *q, int32_t token, sala_error *err) {
+    int code = sala__grow(&s->env, (void **)&q->tokens, &q->token_capacity, q->token_count + 1, 4, "a history", err);
+    if (code == 0) q->tokens[q->token_count++] = token;
+    return code;
+}
+
+typedef struct sala__choice {
+    int32_t token;
+    float logprob;
+    int top_count;
+    sala_logprob top[20];
+} sala__choice;
+
+// Take over a chosen token: history, event, text, and whether the request ends with it.
+static int sala__take_token(sala *s, sala__request *r, const sala__choice *c, sala_error *err) {
+    sala__sequence *q = &s->sequences[r->slot];
+    int forced = r->chosen < r->force_count, stopped = 0, code;
+    int32_t token = forced ? r->force[r->chosen] : c->token;
+    if (token < 0) return sala__finish(s, r, SALA_FINISH_NAN, 1, err);
+    q->root = token;
+    if ((code = sala__note_token(s, q, token, err)) < 0) return code;
+    sala__sampler_note(&r->sampler, token, 1);
+    r->chosen++;
+    r->last_token = sala__now();
+    if (r->chosen == 1) r->first_token = r->last_token;
+    sala_event *e = sala__add_event(s, r, SALA_EVENT_TOKEN, err);
+    if (!e) return SALA_E_MEMORY;
+    e->token = token;
+    e->position = q->stored;
+    e->logprob = c->logprob;
+    e->top_count = c->top_count;
+    if (c->top_count) {
+        size_t need = s->event_top_count + (size_t)c->top_count;
+        code = sala__grow(&s->env, (void **)&s->event_top, &s->event_top_capacity, need, sizeof(sala_logprob), "logprobs", err);
+        if (code < 0) return code;
+        memcpy(s->event_top + s->event_top_count, c->top, (size_t)c->top_count * sizeof(sala_logprob));
+        s->event_top_count = need;
+    }
+    int end = !forced && sala__is_stop_token(s, r, token);
+    if (s->has_tokenizer && (!end || r->stream.special)) {
+        if ((code = sala__stream_push(&r->stream, token, &r->held, err)) < 0) return code;
+    }
+    size_t show = r->held.size;
+    if (!end && r->stop_count) show = sala__stop_scan(r, &stopped);
+    if ((code = sala__emit_text(s, r, show, err)) < 0) return code;
+    if (end || stopped) return sala__finish(s, r, SALA_FINISH_STOP, !stopped, err);
+    if (r->chosen >= r->max_tokens) return sala__finish(s, r, SALA_FINISH_LENGTH, 1, err);
+    return 0;
+}
+
+// ---- admission ----
+
+static int64_t sala__pages_for(const sala *s, int64_t tokens) {
+    return (tokens + s->config.dims.block - 1) / s->config.dims.block;
+}
+
+// Reserve slot and pages for all that the request can ever need. Returns 1 admitted, 0 must wait, or an error.
+static int sala__admit(sala *s, sala__request *r, sala_error *err) {
+    sala__sequence *q = r->sequence ? sala__find_sequence(s, r->sequence) : NULL;
+    for (int i = 0; !q && i < s->plan.slots; i++)
+        if (!s->sequences[i].id) q = &s->sequences[i];
+    if (!q) return 0;
+    int64_t had = r->sequence ? q->stored + (q->root >= 0) : 0;
+    int64_t need = sala__pages_for(s, had + r->token_count + r->max_tokens) - (r->sequence ? q->page_count : 0);
+    if (need > s->free_page_count) return 0;
+    size_t capacity = (size_t)q->page_capacity;
+    int code = sala__grow(&s->env, (void **)&q->pages, &capacity, (size_t)(q->page_count + (need > 0 ? need : 0)), 4, "a page table", err);
+    if (code < 0) return code;
+    q->page_capacity = (int32_t)capacity;
+    if (!r->sequence) {
+        int slot = (int)(q - s->sequences);
+        q->id = r->id; // a sequence is named after the request that began it
+        q->stored = q->pending = 0;
+        q->root = -1;
+        for (int l = 0; l < s->lightning_layers; l++)
+            memset(s->states + ((size_t)l * (size_t)s->plan.slots + (size_t)slot) * s->plan.state, 0, s->plan.state * 4);
+    }
+    for (; need > 0; need--) q->pages[q->page_count++] = s->free_pages[--s->free_page_count];
+    q->request = r->id;
+    r->slot = (int32_t)(q - s->sequences);
+    r->sequence = q->id;
+    r->state = SALA__PREFILL;
+    r->segment_start = q->stored;
+    r->admitted = sala__now();
+    return 1;
+}
+
+// A continued sequence begins its new segment with the pending root; and the penalties of a request see what
+// the sequence held before.
+static int sala__begin_segment(sala *s, sala__request *r, sala_error *err) {
+    sala__sequence *q = &s->sequences[r->slot];
+    size_t past = q->token_count;
+    for (size_t i = 0; i < past; i++) sala__sampler_note(&r->sampler, q->tokens[i], 0);
+    for (int64_t i = 0; i < r->token_count; i++) {
+        int code = sala__note_token(s, q, r->tokens[i], err);
+        if (code < 0) return code;
+    }
+    if (q->root < 0) return 0;
+    int32_t *tokens = (int32_t *)sala__alloc(&s->env, (size_t)r->token_count + 1, 4, "the prompt", err);
+    if (!tokens) return SALA_E_MEMORY;
+    tokens[0] = q->root;
+    memcpy(tokens + 1, r->tokens, (size_t)r->token_count * 4);
+    sala__release(&s->env, r->tokens);
+    r->tokens = tokens;
+    r->token_count++;
+    q->root = -1;
+    return 0;
+}
+
+// Fold a sequence's pending path into its states: before a new segment is prefilled.
+static void sala__materialise(sala *s, int slot) {
+    sala__sequence *q = &s->sequences[slot];
+    if (!q->pending) return;
+    sala_seq seq = {slot, 0, 0, q->stored, 0, q->pending, q->pages};
+    sala_rows rows;
+    memset(&rows, 0, sizeof rows);
+    rows.seq_count = 1;
+    rows.verify = 1;
+    rows.seqs = &seq;
+    for (int l = 0; l < s->lightning_layers; l++) {
+        sala_gla_args a = sala__gla_args(s, &rows, l);
+        a.o = NULL;
+        sala__op(s, SALA__OP_gla_verify, &a);
+    }
+    q->pending = 0;
+}
+
+static int sala__admit_waiting(sala *s, sala_error *err) {
+    int running = 0;
+    for (sala__request *r = s->requests; r; r = r->next) running += r->slot >= 0;
+    for (sala__request *r = s->requests; r; r = r->next) {
+        if (r->state != SALA__WAITING || r->slot == -2) continue;
+        int code = sala__admit(s, r, err);
+        if (code < 0) return code;
+        if (code == 0) { // in order of arrival: nobody overtakes
+            if (!running) return sala__finish(s, r, SALA_FINISH_MEMORY, 1, err);
+            return 0;
+        }
+        running++;
+        if ((code = sala__begin_segment(s, r, err)) < 0) return code;
+        sala__materialise(s, r->slot);
+    }
+    return 0;
+}
+
+// ---- prefill ----
+
+static void sala__row(sala *s, int r, int seq, int32_t token, int32_t position) {
+    s->token[r] = token;
+    s->position[r] = position;
+    s->seq[r] = seq;
+}
+
+static sala_rows sala__rows(sala *s, int count, int seq_count, int verify) {
+    sala_rows rows = {count, seq_count, verify, s->seqs, s->token, s->position, s->seq, s->paths};
+    return rows;
+}
+
+static void sala__sample_row(sala *s, const sala__request *r, const float *logits, int thread, sala__choice *c) {
+    char *scratch = s->sample_scratch + (size_t)thread * sala__sampler_scratch(s->config.dims.vocab);
+    int64_t position = s->sequences[r->slot].stored;
+    c->top_count = 0;
+    c->token = sala__sample(&r->sampler, logits, position, NULL, 0, scratch, &c->logprob, c->top, &c->top_count);
+}
+
+// The rows of a pass as an event.
+static int sala__rows_event(sala *s, const sala__request *r, const sala__pass *p, int row, int count, sala_error *err) {
+    sala_event *e = sala__add_event(s, r, SALA_EVENT_ROWS, err);
+    if (!e) return SALA_E_MEMORY;
+    e->sequence = r->sequence;
+    e->first_position = s->position[row];
+    e->row_count = count;
+    e->logits = p->logits + (size_t)(row - p->logits_first) * (size_t)s->config.dims.vocab;
+    e->hidden = p->hidden ? p->hidden + (size_t)row * p->hidden_r : NULL;
+    e->blocks = p->blocks ? p->blocks + (size_t)row * p->blocks_r : NULL;
+    return 0;
+}
+
+// One chunk of one prompt. It ends with the prompt or at an absolute multiple of 64, whatever the chunk size, so
+// that tiles are cut at the same places (promise 2). Returns the tokens done, or an error.
+static int sala__prefill_chunk(sala *s, sala__request *r, int budget, sala_error *err) {
+    const sala_dims *m = &s->config.dims;
+    sala__sequence *q = &s->sequences[r->slot];
+    int rows_wanted = (r->want_rows & SALA_ROWS_PROMPT) != 0;
+    if (rows_wanted && budget > s->plan.logits_rows) budget = s->plan.logits_rows;
+    int64_t left = r->token_count - r->prefilled;
+    int start = q->stored, count = (start + budget) / SALA_TILE * SALA_TILE - start;
+    if (count > left) count = (int)left;
+    for (int i = 0; i < count; i++) sala__row(s, i, 0, r->tokens[r->prefilled + i], start + i);
+    sala_seq seq = {r->slot, 0, count, start + count, r->segment_start, 0, q->pages};
+    s->seqs[0] = seq;
+    sala__pass p;
+    memset(&p, 0, sizeof p);
+    p.rows = sala__rows(s, count, 1, 0);
+    int last = count == left;
+    p.logits = s->prefill_logits;
+    p.logits_first = rows_wanted ? 0 : count - 1;
+    p.logits_rows = rows_wanted ? count : last;
+    if (rows_wanted && s->prefill_hidden) {
+        p.hidden = s->prefill_hidden;
+        p.hidden_l = (size_t)count * (size_t)m->hidden;
+        p.hidden_r = (size_t)m->hidden;
+        p.blocks = s->prefill_blocks;
+        p.blocks_r = (size_t)m->kv_heads * (size_t)m->top_k;
+        p.blocks_l = (size_t)count * p.blocks_r;
+    }
+    sala__forward(s, &p);
+    q->stored += count;
+    r->prefilled += count;
+    sala_event *e = sala__add_event(s, r, SALA_EVENT_PREFILL, err);
+    if (!e) return SALA_E_MEMORY;
+    e->done = r->prefilled;
+    e->total = r->token_count;
+    int code = rows_wanted ? sala__rows_event(s, r, &p, 0, count, err) : 0;
+    if (code == 0 && last) {
+        sala__choice c;
+        r->state = SALA__DECODE;
+        sala__sample_row(s, r, p.logits + (size_t)(count - 1 - p.logits_first) * (size_t)m->vocab, 0, &c);
+        code = sala__take_token(s, r, &c, err);
+    }
+    return code < 0 ? code : count;
+}
+
+static int sala__prefill(sala *s, sala_error *err) {
+    int budget = s->options.chunk;
+    for (sala__request *r = s->requests; r; r = r->next)
+        if (r->state == SALA__DECODE && r->slot >= 0 && budget > 512) budget = 512;
+    for (sala__request *r = s->requests; r && budget >= SALA_TILE; r = r->next) {
+        while (r->state == SALA__PREFILL && r->slot >= 0 && budget >= SALA_TILE) {
+            int done = sala__prefill_chunk(s, r, budget, err);
+            if (done < 0) return done;
+            budget -= sala__round_up(done, SALA_TILE);
+            if (r->want_rows & SALA_ROWS_PROMPT) return 0; // its event points into the logits of this pass
+        }
+    }
+    return 0;
+}
+
+// ---- verify ----
+
+typedef struct sala__sample_job {
+    sala *s;
+    sala__request **requests; // [rows]
+    sala__choice *choices;    // [rows]
+} sala__sample_job;
+
+static void sala__sample_item(void *context, int64_t i, int thread) {
+    sala__sample_job *job = (sala__sample_job *)context;
+    const float *logits = job->s->verify_logits + (size_t)i * (size_t)job->s->config.dims.vocab;
+    sala__sample_row(job->s, job->requests[i], logits, thread, &job->choices[i]);
+}
+
+// What one verify read, for the statistics: weights and states once, K/V of what attention can see.
+static int64_t sala__verify_bytes(const sala *s, int rows) {
+    const sala_dims *m = &s->config.dims;
+    int64_t bytes = s->weights.decode_bytes, act = sizeof(sala_act);
+    for (int i = 0; i < rows; i++) {
+        int64_t n = s->position[i] + 1, seen = n < m->dense_len ? n : (int64_t)m->top_k * m->block;
+        if (seen > n) seen = n;
+        if (n >= m->dense_len) seen += (sala_tier_rows(m, 1, (int32_t)n) + sala_tier_rows(m, 2, (int32_t)n)) / 2;
+        bytes += seen * 2 * act * m->kv_heads * m->head_dim * s->sparse_layers + sala__state_traffic(s);
+    }
+    return bytes;
+}
+
+// Every accepted node becomes part of its sequence; the tree of one node is accepted whole.
+static void sala__commit(sala *s, const sala__pass *p) {
+    const sala__plan *plan = &s->plan;
+    for (int i = 0; i < p->rows.seq_count; i++) {
+        s->accepted[i] = 1;
+        s->accepted_rows[i * SALA_MAX_PATH] = s->seqs[i].first_row;
+    }
+    sala_commit_args a = {&s->config.dims, &p->rows, s->sparse_layers, s->lightning_layers, plan->slots, plan->node_rows,
+                          s->accepted, s->accepted_rows, s->nodes, s->pages, s->node_k, s->node_v, s->pending_k, s->pending_v};
+    sala__op(s, SALA__OP_commit, &a);
+    for (int i = 0; i < p->rows.seq_count; i++) {
+        sala__sequence *q = &s->sequences[s->seqs[i].slot];
+        q->stored += s->accepted[i];
+        q->pending = s->accepted[i];
+        q->root = -1; // until the next token is chosen
+    }
+}
+
+static int sala__verify(sala *s, sala_error *err) {
+    const sala_dims *m = &s->config.dims;
+    sala__request *active[SALA_MAX_ROWS];
+    int n = 0;
+    for (sala__request *r = s->requests; r && n < s->plan.node_rows; r = r->next) {
+        if (r->state != SALA__DECODE || r->slot < 0) continue;
+        sala__sequence *q = &s->sequences[r->slot];
+        sala_seq seq = {r->slot, n, 1, q->stored, 0, q->pending, q->pages};
+        s->seqs[n] = seq;
+        sala__row(s, n, n, q->root, q->stored);
+        s->paths[n * SALA_MAX_PATH] = n;
+        active[n++] = r;
+    }
+    if (!n) return 0;
+    sala__pass p;
+    memset(&p, 0, sizeof p);
+    p.rows = sala__rows(s, n, n, 1);
+    p.logits = s->verify_logits;
+    p.logits_rows = n;
+    if (s->verify_hidden) {
+        p.hidden = s->verify_hidden;
+        p.hidden_l = (size_t)m->hidden;
+        p.hidden_r = (size_t)(m->layers + 2) * (size_t)m->hidden;
+        p.blocks = s->verify_blocks;
+        p.blocks_l = (size_t)m->kv_heads * (size_t)m->top_k;
+        p.blocks_r = (size_t)s->sparse_layers * p.blocks_l;
+    }
+    sala__forward(s, &p);
+    int64_t bytes = sala__verify_bytes(s, n);
+    sala__commit(s, &p);
+    sala__choice *choices = (sala__choice *)sala__alloc(&s->env, (size_t)n, sizeof *choices, "choices", err);
+    if (!choices) return SALA_E_MEMORY;
+    sala__sample_job job = {s, active, choices};
+    sala__parallel(&s->cpu, n, sala__sample_item, &job);
+    int code = 0;
+    for (int i = 0; i < n && code == 0; i++) {
+        active[i]->decode_bytes += bytes;
+        if (active[i]->want_rows & SALA_ROWS_GENERATED) code = sala__rows_event(s, active[i], &p, i, 1, err);
+        if (code == 0) code = sala__take_token(s, active[i], &choices[i], err);
+    }
+    sala__release(&s->env, choices);
+    return code;
+}
+
+// ---- one turn ----
+
+static int sala__cancel_marked(sala *s, sala_error *err) {
+    for (sala__request *r = s->requests; r; r = r->next) {
+        if (!r->cancelled || r->slot == -2) continue;
+        int code = sala__finish(s, r, SALA_FINISH_CANCELLED, 1, err);
+        if (code < 0) return code;
+    }
+    return 0;
+}
+
+static void sala__sweep(sala *s) { // drop the requests that finished
+    for (sala__request **at = &s->requests; *at;) {
+        sala__request *r = *at;
+        if (r->slot == -2) {
+            *at = r->next;
+            sala__drop_request(s, r);
+        } else {
+            at = &r->next;
+        }
+    }
+}
+
+SALA_API int sala_step(sala *s, sala_error *err) {
+    if (err) memset(err, 0, sizeof *err);
+    if (s->event_taken < s->event_count)
+        return sala__fail(err, SALA_E_STATE, "%zu events wait: call sala_next_event until it returns 0, then sala_step",
+                          s->event_count - s->event_taken);
+    s->event_count = s->event_taken = s->event_top_count = 0;
+    s->event_text.size = 0;
+    if (!s->requests) return 0;
+    int code = sala__cancel_marked(s, err);
+    if (code == 0) code = sala__admit_waiting(s, err);
+    if (code == 0) code = sala__prefill(s, err);
+    if (code == 0) code = sala__verify(s, err);
+    sala__sweep(s);
+    return code < 0 ? code : 1;
+}
+
+// ---- text, for callers ----
+
+static int sala__need_tokenizer(const sala *s, sala_error *err) {
+    if (err) memset(err, 0, sizeof *err);
+    if (s->has_tokenizer) return 0;
+    return sala__fail(err, SALA_E_STATE, "this model has no tokenizer.json: it takes and gives token ids only");
+}
+
+SALA_API int64_t sala_tokenize(sala *s, const char *text, size_t bytes, int flags, int32_t **tokens, sala_error *err) {
+    *tokens = NULL;
+    int code = sala__need_tokenizer(s, err);
+    return code < 0 ? code : sala__encode(&s->tokenizer, text, bytes, flags, tokens, err);
+}
+
+SALA_API char *sala_detokenize(sala *s, const int32_t *tokens, int64_t count, int special, size_t *bytes, sala_error *err) {
+    if (sala__need_tokenizer(s, err) < 0) return NULL;
+    return sala__decode(&s->tokenizer, tokens, count, special, bytes, err);
+}
+
+SALA_API int64_t sala_chat_turn(sala *s, const char *role, const char *content, size_t bytes, int first, int reply,
+                                int32_t **tokens, sala_error *err) {
+    *tokens = NULL;
+    int code = sala__need_tokenizer(s, err);
+    return code < 0 ? code : sala__chat_turn(&s->tokenizer, role, content, bytes, first, reply, tokens, err);
+}
+
+struct sala_text_stream {
+    sala__env env;
+    sala__stream stream;
+    sala__string text;
+};
+
+SALA_API sala_text_stream *sala_stream_open(sala *s, int special, sala_error *err) {
+    if (sala__need_tokenizer(s, err) < 0) return NULL;
+    sala_text_stream *t = (sala_text_stream *)sala__alloc(&s->env, 1, sizeof *t, "a text stream", err);
+    if (!t) return NULL;
+    t->env = s->env;
+    sala__stream_init(&s->tokenizer, special, &t->stream);
+    return t;
+}
+
+SALA_API const char *sala_stream_next(sala_text_stream *t, int32_t token, size_t *bytes) {
+    t->text.size = 0;
+    int code = token < 0 ? sala__stream_flush(&t->stream, &t->text, NULL) : sala__stream_push(&t->stream, token, &t->text, NULL);
+    if (bytes) *bytes = code < 0 ? 0 : t->text.size;
+    return code < 0 ? NULL : t->text.size ? t->text.data : "";
+}
+
+SALA_API void sala_stream_close(sala_text_stream *t) {
+    if (!t) return;
+    sala__release(&t->env, t->text.data);
+    sala__env env = t->env;
+    sala__release(&env, t);
+}
+
+SALA_API void sala_free(sala *s, void *pointer) {
+    sala__release(&s->env, pointer);
+}
+
+SALA_API int sala_check_weights(sala *s, sala_error *err) {
+    if (err) memset(err, 0, sizeof *err);
+    return sala__weights_check(&s->env, &s->config, &s->weights,
+                               s->options.synthetic ? NULL : &s->checkpoint, err);
+}
+
+#ifndef __clang__
+#pragma GCC pop_options
+#endif
+
+#endif // SALA_IMPLEMENTED
+#endif // SALA_IMPLEMENTATION
+
+/*
+    HISTORY
+      0.1.0  the CPU: loader, tokenizer, sampler, prefill and verify, events
+
+    LICENSE (MIT)
+    Copyright (c) 2026 the sala authors
+
+    Permission is hereby granted, free of charge, to any person obtaining a copy of this software and associated
+    documentation files (the "Software"), to deal in the Software without restriction, including without limitation
+    the rights to use, copy, modify, merge, publish, distribute, sublicense, and/or sell copies of the Software, and
+    to permit persons to whom the Software is furnished to do so, subject to the following conditions:
+
+    The above copyright notice and this permission notice shall be included in all copies or substantial portions of
+    the Software.
+
+    THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO
+    THE WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
+    AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF
+    CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS
+    IN THE SOFTWARE.
+*/

@@ -1,0 +1,32 @@
+#!/bin/sh
+# Runs the test programs given and the command-line tests, adds up their "N passed, N failed" lines and ends
+# with one of its own. A program that dies without such a line counts as one failure.
+passed=0 failed=0
+log=$(mktemp) || exit 1
+trap 'rm -f "$log"' EXIT
+run() {
+    echo "== $1"
+    "$@" >"$log" 2>&1
+    status=$?
+    line=$(grep -E '^[0-9]+ passed, [0-9]+ failed$' "$log" | tail -n 1)
+    if [ -z "$line" ]; then
+        cat "$log"
+        echo "FAILED $1 ended with status $status and no result"
+        failed=$((failed + 1))
+        return
+    fi
+    grep -v '^ok ' "$log"
+    p=${line%% passed*}
+    f=${line#* passed, }
+    f=${f% failed}
+    passed=$((passed + p))
+    failed=$((failed + f))
+    if [ "$status" -ne 0 ] && [ "$f" -eq 0 ]; then
+        echo "FAILED $1 ended with status $status"
+        failed=$((failed + 1))
+    fi
+}
+for program in "$@"; do run "$program"; done
+run sh tests/test_cli.sh
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]
