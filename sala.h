@@ -10,12 +10,14 @@
         #define SALA_IMPLEMENTATION
         #include "sala.h"
         #include <stdio.h>
+        #include <string.h>
 
         int main(void) {
             sala_error err;
             sala *s = sala_open("models/sala-tiny", NULL, &err);
             if (!s) return fprintf(stderr, "%s\n", err.text), 1;
-            sala_request ask = {0};
+            sala_request ask;
+            memset(&ask, 0, sizeof ask); // zero means default
             ask.text = "Once upon a time there was a brave fox named Pip.";
             ask.max_tokens = 64;
             if (sala_submit(s, &ask, &err) < 0) return fprintf(stderr, "%s\n", err.text), 1;
@@ -34,7 +36,7 @@
     - Compile with -march=native (or at least AVX2 + FMA): without hardware FMA every multiply-add is a
       call of fmaf() and everything is ten times slower. Never with -ffast-math (the header refuses it).
     - One engine is used from one thread at a time; several engines may live in one process.
-    - -std=c11 hides POSIX names once a system header is included: include sala.h first, or use -std=gnu11.
+    - Include sala.h before any system header, or compile with -std=gnu11: -std=c11 hides POSIX names.
 
     CONTENTS          find a section by its number, as "[4]"
       [1] public API          the whole contract; the rest is needed only to change or to understand
@@ -51,6 +53,9 @@
 #ifndef SALA_H
 #define SALA_H
 
+#if defined(SALA_IMPLEMENTATION) && !defined(_GNU_SOURCE)
+#define _GNU_SOURCE // POSIX names, and the affinity mask of the process
+#endif
 #include <stddef.h>
 #include <stdint.h>
 
@@ -63,7 +68,7 @@
    - Nothing prints, nothing exits, there is no global state. Strings are UTF-8 and zero-terminated unless
      a length stands beside them. What the caller passes in is copied; what comes out as a pointer belongs
      to the engine and is valid until the time that its comment says.
-   - Zero means default in every options field, so start from `sala_options o = {0};`.
+   - Zero means default in every options field, so start from zeroed memory.
    ------------------------------------------------------------------------------------------------ */
 
 #define SALA_VERSION "0.1.0"
@@ -392,6 +397,8 @@ static int sala__fail(sala_error *err, int code, const char *format, ...) {
         err->code = code;
         vsnprintf(err->text, sizeof err->text, format, args);
         va_end(args);
+        for (char *c = err->text; *c; c++) // names out of files must not steer a terminal
+            if ((unsigned char)*c < 0x20 || *c == 0x7F) *c = '?';
     }
     return code;
 }
@@ -538,6 +545,7 @@ static int sala__file_exists(const char *path) {
    ------------------------------------------------------------------------------------------------ */
 
 #define SALA__JSON_DEPTH 64
+#define SALA__JSON_VALUES 4000000 // of the largest file: some 350 MB of nodes, ten times a real tokenizer
 
 enum { SALA__NULL, SALA__BOOL, SALA__NUMBER, SALA__STRING, SALA__ARRAY, SALA__OBJECT };
 
@@ -733,7 +741,7 @@ static int sala__json_word(sala__json *j, const char *word) {
 static int64_t sala__json_value(sala__json *j, int depth, sala_error *err) {
     int code = 0;
     if (depth > SALA__JSON_DEPTH) return sala__json_fail(j, err, "nested too deeply");
-    if (j->node_count >= INT32_MAX) return sala__json_fail(j, err, "too many values");
+    if (j->node_count >= SALA__JSON_VALUES) return sala__json_fail(j, err, "too many values");
     code = sala__grow(j->env, (void **)&j->nodes, &j->node_capacity, j->node_count + 1, sizeof *j->nodes, "JSON", err);
     if (code < 0) return code;
     int64_t self = (int64_t)j->node_count++;
@@ -874,14 +882,16 @@ static int sala__json_is(const sala__json *j, int node, const char *text) { // a
 
    Three steps, each usable alone:
    - sala__checkpoint_open maps the files and lists their tensors, sorted by name. All rules of the
-     format are enforced here, so that afterwards every tensor's bytes lie inside its file and no two
-     tensors share a byte.
-   - sala__config_read turns config.json into sala_dims. A field that would change the arithmetic and
-     is not supported is refused by its name: a model that loads and answers wrongly is the worst case.
-   - sala__weights_bind gives every tensor of the model its place, exactly once, and accepts no tensor
-     that nothing reads.
-   Weights stay where they are, in the mapped files: opening a model reads its headers alone. A file that
-   another program truncates while it is mapped ends the process with SIGBUS; POSIX offers no better.
+     format are enforced here, so that afterwards every tensor's bytes lie inside its file and no
+     two tensors share a byte.
+   - sala__config_read turns config.json into sala_dims. A field that would change the arithmetic
+     and is not supported is refused by its name: a model that loads and answers wrongly is the
+     worst case.
+   - sala__weights_bind gives every tensor of the model its place, exactly once, and accepts no
+     tensor that nothing reads.
+   Weights stay where they are, in the mapped files: opening a model reads its headers alone. A file
+   that another program truncates while it is mapped ends the process with SIGBUS; POSIX offers no
+   better.
    ------------------------------------------------------------------------------------------------ */
 
 // ---- safetensors ----
@@ -935,11 +945,25 @@ static const sala__dtype *sala__dtype_find(const char *name) { // NULL: unknown
     return NULL;
 }
 
-// No control characters: names go into messages and onto terminals. (A zero byte would also cut them.)
+// No control characters: names go into messages and onto terminals. (A zero byte would also cut
+// them.)
 static int sala__plain_name(const char *text, size_t size) {
     for (size_t i = 0; i < size; i++)
         if ((unsigned char)text[i] < 0x20 || text[i] == 0x7F) return 0;
     return size > 0;
+}
+
+// "FILE: tensor NAME" and what is wrong with it.
+static int sala__tensor_fail(sala_error *err, const sala__tensor *t, int code, const char *format,
+                             ...) SALA__PRINTF(4, 5);
+static int sala__tensor_fail(sala_error *err, const sala__tensor *t, int code, const char *format,
+                             ...) {
+    char what[512];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(what, sizeof what, format, args);
+    va_end(args);
+    return sala__fail(err, code, "%s: tensor %.200s%s", t->file, t->name, what);
 }
 
 // "dtype", "shape" and "data_offsets" of one tensor. `data` is where offsets count from.
@@ -950,50 +974,43 @@ static int sala__tensor_read(const sala__json *j, int node, const unsigned char 
     const sala__dtype *known = dtype ? sala__dtype_find(dtype) : NULL;
     if (!dtype || sala__json_at(j, shape)->type != SALA__ARRAY ||
         sala__json_at(j, offsets)->type != SALA__ARRAY)
-        return sala__fail(err, SALA_E_FILE,
-                          "%s: tensor %.200s needs a dtype, a shape and data_offsets", t->file,
-                          t->name);
+        return sala__tensor_fail(err, t, SALA_E_FILE, " needs a dtype, a shape and data_offsets");
     if (!known)
-        return sala__fail(err, SALA_E_FILE, "%s: tensor %.200s has the unknown dtype \"%.40s\"",
-                          t->file, t->name, dtype);
+        return sala__tensor_fail(err, t, SALA_E_FILE, " has the unknown dtype \"%.40s\"", dtype);
     t->dtype = known->name;
     t->format = known->format;
     int64_t bits = known->bits, at[2] = {-1, -1};
     for (int n = j->nodes[shape].child; n >= 0; n = j->nodes[n].next) {
         int64_t size = j->nodes[n].is_integer ? j->nodes[n].integer : -1;
         if (size < 0)
-            return sala__fail(err, SALA_E_FILE,
-                              "%s: tensor %.200s: element %d of its shape is not a whole number "
-                              "from 0 to 2^63 - 1",
-                              t->file, t->name, t->rank);
+            return sala__tensor_fail(
+                err, t, SALA_E_FILE,
+                ": element %d of its shape is not a whole number from 0 to 2^63 - 1", t->rank);
         if (t->rank == SALA__MAX_RANK)
-            return sala__fail(err, SALA_E_FILE, "%s: tensor %.200s has %d dimensions, more than %d",
-                              t->file, t->name, j->nodes[shape].count, SALA__MAX_RANK);
+            return sala__tensor_fail(err, t, SALA_E_FILE, " has %d dimensions, more than %d",
+                                     j->nodes[shape].count, SALA__MAX_RANK);
         t->shape[t->rank++] = size;
         if (__builtin_mul_overflow(bits, size, &bits))
-            return sala__fail(err, SALA_E_FILE,
-                              "%s: tensor %.200s: the product of its shape overflows 64 bits",
-                              t->file, t->name);
+            return sala__tensor_fail(err, t, SALA_E_FILE,
+                                     ": the product of its shape overflows 64 bits");
     }
     int n = j->nodes[offsets].child;
     for (int i = 0; i < 2 && n >= 0; i++, n = j->nodes[n].next)
         if (j->nodes[n].is_integer) at[i] = j->nodes[n].integer;
     if (j->nodes[offsets].count != 2 || at[0] < 0 || at[1] < 0)
-        return sala__fail(
-            err, SALA_E_FILE,
-            "%s: tensor %.200s: data_offsets must be two whole numbers from 0 to 2^63 - 1", t->file,
-            t->name);
+        return sala__tensor_fail(err, t, SALA_E_FILE,
+                                 ": data_offsets must be two whole numbers from 0 to 2^63 - 1");
     if (at[0] > at[1] || at[1] > data_size)
-        return sala__fail(
-            err, SALA_E_FILE,
-            "%s: tensor %.200s: data_offsets [%lld, %lld] are not inside the %lld bytes of data",
-            t->file, t->name, (long long)at[0], (long long)at[1], (long long)data_size);
+        return sala__tensor_fail(
+            err, t, SALA_E_FILE,
+            ": data_offsets [%lld, %lld] are not inside the %lld bytes of data", (long long)at[0],
+            (long long)at[1], (long long)data_size);
     if (bits % 8 != 0 || bits / 8 != at[1] - at[0])
-        return sala__fail(err, SALA_E_FILE,
-                          "%s: tensor %.200s: data_offsets [%lld, %lld] hold %lld bytes, but dtype "
-                          "%s and shape need %lld",
-                          t->file, t->name, (long long)at[0], (long long)at[1],
-                          (long long)(at[1] - at[0]), t->dtype, (long long)(bits / 8));
+        return sala__tensor_fail(
+            err, t, SALA_E_FILE,
+            ": data_offsets [%lld, %lld] hold %lld bytes, but dtype %s and shape need %lld",
+            (long long)at[0], (long long)at[1], (long long)(at[1] - at[0]), t->dtype,
+            (long long)(bits / 8));
     t->data = data + at[0];
     t->bytes = at[1] - at[0];
     return 0;
@@ -1009,8 +1026,8 @@ static int sala__tensor_by_name(const void *a, const void *b) {
     return strcmp(((const sala__tensor *)a)->name, ((const sala__tensor *)b)->name);
 }
 
-// The tensors of one file must cover its data exactly: no overlap, no hole, nothing behind the last.
-// Hidden bytes are how one file can be two things; the official library refuses them too.
+// The tensors of one file must cover its data exactly: no overlap, no hole, nothing behind the
+// last. Hidden bytes are how one file can be two things; the official library refuses them too.
 static int sala__tensors_cover(const char *file, sala__tensor *t, size_t count,
                                const unsigned char *data, int64_t data_size, sala_error *err) {
     int64_t end = 0;
@@ -1061,13 +1078,12 @@ static int sala__header_read(sala__checkpoint *c, const char *file, const sala__
         c->tensor_count++;
     }
     size_t count = c->tensor_count - first;
-    return count || data_size
-               ? sala__tensors_cover(file, c->tensors + first, count, data, data_size, err)
-               : 0;
+    sala__tensor *added = count ? c->tensors + first : NULL; // there may be no array at all
+    return sala__tensors_cover(file, added, count, data, data_size, err);
 }
 
-// Append the tensors of a safetensors file in memory to c->tensors. Their names point into *strings, which
-// the caller releases, on errors too. `file` and `bytes` must outlive the tensors.
+// Append the tensors of a safetensors file in memory to c->tensors. Their names point into
+// *strings, which the caller releases, on errors too. `file` and `bytes` must outlive the tensors.
 static int sala__safetensors_parse(sala__checkpoint *c, const char *file,
                                    const unsigned char *bytes, int64_t size, char **strings,
                                    sala_error *err) {
@@ -1120,9 +1136,9 @@ static int sala__tensors_sort(sala__checkpoint *c, sala_error *err) {
     for (size_t i = 1; i < c->tensor_count; i++) {
         const sala__tensor *a = &c->tensors[i - 1], *b = &c->tensors[i];
         if (strcmp(a->name, b->name) != 0) continue;
-        return sala__fail(err, SALA_E_FILE, "%s: tensor %.200s exists twice%s%s", a->file, a->name,
-                          a->file == b->file ? "" : ", again in ",
-                          a->file == b->file ? "" : b->file);
+        return sala__tensor_fail(err, a, SALA_E_FILE, " exists twice%s%s",
+                                 a->file == b->file ? "" : ", again in ",
+                                 a->file == b->file ? "" : b->file);
     }
     return 0;
 }
@@ -1145,8 +1161,8 @@ static int sala__string_order(const void *a, const void *b) {
     return strcmp(*(const char *const *)a, *(const char *const *)b);
 }
 
-// Open each shard that the index names, once. Shards lie beside the index: a name with '/' or ".." could
-// point anywhere and is refused.
+// Open each shard that the index names, once. Shards lie beside the index: a name with '/' or ".."
+// could point anywhere and is refused.
 static int sala__index_shards(sala__checkpoint *c, const char *path, const sala__json *j, int map,
                               sala_error *err) {
     size_t count = 0;
@@ -1155,10 +1171,14 @@ static int sala__index_shards(sala__checkpoint *c, const char *path, const sala_
     if (!names) return SALA_E_MEMORY;
     int code = 0;
     for (int n = j->nodes[map].child; n >= 0 && code == 0; n = j->nodes[n].next) {
-        const char *name = sala__json_text(j, n);
-        if (!name || !sala__plain_name(name, j->nodes[n].text_size))
+        const char *tensor = sala__json_key(j, n), *name = sala__json_text(j, n);
+        if (!sala__plain_name(tensor, j->nodes[n].key_size))
+            code = sala__fail(
+                err, SALA_E_FILE,
+                "%s: weight_map has a name that is empty or holds a control character", path);
+        else if (!name || !sala__plain_name(name, j->nodes[n].text_size))
             code = sala__fail(err, SALA_E_FILE, "%s: weight_map names no file for tensor %.200s",
-                              path, sala__json_key(j, n));
+                              path, tensor);
         else if (strchr(name, '/') || strstr(name, ".."))
             code = sala__fail(err, SALA_E_FILE,
                               "%s: weight_map names the file \"%.200s\" outside the model's folder",
@@ -1179,8 +1199,7 @@ static int sala__index_agrees(sala__checkpoint *c, const char *path, const sala_
                               sala_error *err) {
     for (int n = j->nodes[map].child; n >= 0; n = j->nodes[n].next) {
         const char *name = sala__json_key(j, n), *file = sala__json_text(j, n);
-        sala__tensor *t =
-            strlen(name) == j->nodes[n].key_size ? sala__checkpoint_find(c, name) : NULL;
+        sala__tensor *t = sala__checkpoint_find(c, name);
         if (!t)
             return sala__fail(err, SALA_E_FILE, "%s: tensor %.200s is not in %s", path, name, file);
         if (strcmp(strrchr(t->file, '/') + 1, file) != 0)
@@ -1224,8 +1243,9 @@ static void sala__checkpoint_close(sala__checkpoint *c) {
     memset(c, 0, sizeof *c);
 }
 
-// Map a model folder's weights: model.safetensors, or else the shards of model.safetensors.index.json.
-// Where both exist the single file is the model and the index is not read: it is a leftover of a merge.
+// Map a model folder's weights: model.safetensors, or else the shards of
+// model.safetensors.index.json. Where both exist the single file is the model and the index is not
+// read: it is a leftover of a merge.
 static int sala__checkpoint_open(const sala__env *env, const char *folder, sala__checkpoint *c,
                                  sala_error *err) {
     memset(c, 0, sizeof *c);
@@ -1271,8 +1291,8 @@ typedef struct sala__config {
     int64_t max_positions; // what the model was made for; nothing is sized by it
 } sala__config;
 
-// Reads the members of one JSON object. The first error is kept in `code`, later reads then return their
-// fallback: so a list of reads needs one check at its end.
+// Reads the members of one JSON object. The first error is kept in `code`, later reads then return
+// their fallback: so a list of reads needs one check at its end.
 typedef struct sala__fields {
     const sala__json *json;
     int object;
@@ -1302,12 +1322,24 @@ static const char *sala__json_show(const sala__json *j, int node, char out[64]) 
     return out;
 }
 
+// "FILE: what is wrong", unless an error came before.
+static int sala__config_fail(sala__fields *f, const char *format, ...) SALA__PRINTF(2, 3);
+static int sala__config_fail(sala__fields *f, const char *format, ...) {
+    char what[512];
+    va_list args;
+    if (f->code < 0) return f->code;
+    va_start(args, format);
+    vsnprintf(what, sizeof what, format, args);
+    va_end(args);
+    return f->code = sala__fail(f->err, SALA_E_MODEL, "%s: %s", f->path, what);
+}
+
 static void sala__field_refuse(sala__fields *f, const char *name, const char *expected) {
     char value[64];
     if (f->code < 0) return;
-    f->code = sala__fail(
-        f->err, SALA_E_MODEL, "%s: %s%s is %s; expected %s", f->path, f->prefix, name,
-        sala__json_show(f->json, sala__json_get(f->json, f->object, name), value), expected);
+    sala__config_fail(f, "%s%s is %s; expected %s", f->prefix, name,
+                      sala__json_show(f->json, sala__json_get(f->json, f->object, name), value),
+                      expected);
 }
 
 static int sala__field_null(const sala__fields *f, const char *name) { // missing, or null
@@ -1362,16 +1394,12 @@ static void sala__config_refusals(sala__fields *f) {
     if (type < 0 && list < 0) sala__field_refuse(f, "model_type", "\"minicpm_sala\"");
     if (type >= 0 && !sala__json_is(j, type, "minicpm_sala"))
         sala__field_refuse(f, "model_type", "\"minicpm_sala\"");
-    if (list >= 0 && !sala__json_is(j, first, "MiniCPMSALAForCausalLM") && f->code == 0)
-        f->code = sala__fail(f->err, SALA_E_MODEL,
-                             "%s: architectures names %s; this engine runs MiniCPMSALAForCausalLM",
-                             f->path, sala__json_show(j, first, value));
-    if ((!sala__field_null(f, "quantization_config") ||
-         !sala__field_null(f, "compression_config")) &&
-        f->code == 0)
-        f->code = sala__fail(
-            f->err, SALA_E_MODEL,
-            "%s: has a quantization_config: quantised checkpoints are not supported yet", f->path);
+    if (list >= 0 && !sala__json_is(j, first, "MiniCPMSALAForCausalLM"))
+        sala__config_fail(f, "architectures names %s; this engine runs MiniCPMSALAForCausalLM",
+                          sala__json_show(j, first, value));
+    if (!sala__field_null(f, "quantization_config") || !sala__field_null(f, "compression_config"))
+        sala__config_fail(f,
+                          "has a quantization_config: quantised checkpoints are not supported yet");
     if (!sala__field_null(f, "rope_scaling"))
         sala__field_refuse(f, "rope_scaling", "null: scaled positions are not supported");
     if (!sala__field_null(f, "rope_parameters"))
@@ -1447,8 +1475,9 @@ static void sala__config_sparse(sala__fields *f, sala_dims *d) {
     int32_t topk = sala__field_int(&s, "topk", 64, 1, 1 << 16);
     if (sala__field_bool(&s, "use_nope", 0))
         sala__field_refuse(&s, "use_nope", "false: it is not supported");
-    // model.md 8: compressed rows must tile blocks and windows, and the forced blocks must fit into top_k.
-    if (d->kernel < d->stride || d->kernel % d->stride != 0)
+    // model.md 8: compressed rows must tile blocks and windows, and the forced blocks must fit into
+    // top_k.
+    if (d->kernel % d->stride != 0)
         sala__field_refuse(&s, "kernel_size", "a multiple of kernel_stride");
     if (d->block % d->stride != 0)
         sala__field_refuse(&s, "block_size", "a multiple of kernel_stride");
@@ -1463,31 +1492,25 @@ static void sala__config_sparse(sala__fields *f, sala_dims *d) {
 static void sala__config_fits(sala__fields *f, const sala_dims *d) {
     if (f->code < 0) return;
     if (d->heads * (int64_t)d->head_dim != d->hidden)
-        f->code = sala__fail(f->err, SALA_E_MODEL,
-                             "%s: num_attention_heads %d times head_dim %d is not hidden_size %d: "
-                             "such models are not supported",
-                             f->path, d->heads, d->head_dim, d->hidden);
+        sala__config_fail(f,
+                          "num_attention_heads %d times head_dim %d is not hidden_size %d: such "
+                          "models are not supported",
+                          d->heads, d->head_dim, d->hidden);
     else if (d->heads % d->kv_heads != 0)
-        f->code =
-            sala__fail(f->err, SALA_E_MODEL,
-                       "%s: num_attention_heads %d is not a multiple of num_key_value_heads %d",
-                       f->path, d->heads, d->kv_heads);
+        sala__config_fail(f, "num_attention_heads %d is not a multiple of num_key_value_heads %d",
+                          d->heads, d->kv_heads);
     else if (d->lin_heads % d->lin_kv_heads != 0)
-        f->code = sala__fail(f->err, SALA_E_MODEL,
-                             "%s: lightning_nh %d is not a multiple of lightning_nkv %d", f->path,
-                             d->lin_heads, d->lin_kv_heads);
+        sala__config_fail(f, "lightning_nh %d is not a multiple of lightning_nkv %d", d->lin_heads,
+                          d->lin_kv_heads);
     else if (d->lin_heads * (int64_t)d->lin_dim > 1 << 20)
-        f->code = sala__fail(f->err, SALA_E_MODEL,
-                             "%s: lightning_nh %d times lightning_head_dim %d is more than %d",
-                             f->path, d->lin_heads, d->lin_dim, 1 << 20);
+        sala__config_fail(f, "lightning_nh %d times lightning_head_dim %d is more than %d",
+                          d->lin_heads, d->lin_dim, 1 << 20);
     const char *names[] = {"hidden_size", "intermediate_size", "head_dim", "lightning_head_dim"};
     int32_t values[] = {d->hidden, d->ffn, d->head_dim, d->lin_dim};
     for (int i = 0; i < 4 && f->code == 0; i++)
         if (values[i] % SALA_LANES != 0)
-            f->code =
-                sala__fail(f->err, SALA_E_MODEL,
-                           "%s: %s is %d; expected a multiple of %d: others are not supported",
-                           f->path, names[i], values[i], SALA_LANES);
+            sala__config_fail(f, "%s is %d; expected a multiple of %d: others are not supported",
+                              names[i], values[i], SALA_LANES);
 }
 
 static int sala__config_mixers(sala__fields *f, const sala__env *env, sala__config *c) {
@@ -1499,9 +1522,8 @@ static int sala__config_mixers(sala__fields *f, const sala__env *env, sala__conf
         return f->code;
     }
     if (j->nodes[list].count != c->dims.layers)
-        return sala__fail(f->err, SALA_E_MODEL,
-                          "%s: mixer_types has %d entries for num_hidden_layers %d", f->path,
-                          j->nodes[list].count, c->dims.layers);
+        return sala__config_fail(f, "mixer_types has %d entries for num_hidden_layers %d",
+                                 j->nodes[list].count, c->dims.layers);
     c->sparse = (int32_t *)sala__alloc(env, (size_t)c->dims.layers, sizeof *c->sparse,
                                        "mixer_types", f->err);
     if (!c->sparse) return SALA_E_MEMORY;
@@ -1510,9 +1532,9 @@ static int sala__config_mixers(sala__fields *f, const sala__env *env, sala__conf
         if (c->sparse[layer] || sala__json_is(j, n, "lightning-attn") ||
             sala__json_is(j, n, "lightning") || sala__json_is(j, n, "lightning_attn"))
             continue;
-        return sala__fail(f->err, SALA_E_MODEL,
-                          "%s: mixer_types[%d] is %s; expected \"minicpm4\" or \"lightning-attn\"",
-                          f->path, layer, sala__json_show(j, n, value));
+        return sala__config_fail(
+            f, "mixer_types[%d] is %s; expected \"minicpm4\" or \"lightning-attn\"", layer,
+            sala__json_show(j, n, value));
     }
     return 0;
 }
@@ -1527,8 +1549,8 @@ static int sala__config_ids(sala__fields *f, const sala__env *env, sala__config 
     if (f->code < 0 || eos->type == SALA__NULL) return f->code;
     int list = eos->type == SALA__ARRAY, count = list ? eos->count : 1;
     if (count > SALA__MAX_EOS)
-        return sala__fail(f->err, SALA_E_MODEL, "%s: eos_token_id lists %d tokens, more than %d",
-                          f->path, count, SALA__MAX_EOS);
+        return sala__config_fail(f, "eos_token_id lists %d tokens, more than %d", count,
+                                 SALA__MAX_EOS);
     int32_t *ids = (int32_t *)sala__alloc(env, (size_t)count, sizeof *ids, "eos_token_id", f->err);
     if (!ids) return SALA_E_MEMORY;
     count = 0;
@@ -1540,9 +1562,8 @@ static int sala__config_ids(sala__fields *f, const sala__env *env, sala__config 
         }
         char value[64];
         sala__release(env, ids);
-        return sala__fail(f->err, SALA_E_MODEL,
-                          "%s: eos_token_id holds %s; expected tokens from 0 to %d", f->path,
-                          sala__json_show(j, n, value), last);
+        return sala__config_fail(f, "eos_token_id holds %s; expected tokens from 0 to %d",
+                                 sala__json_show(j, n, value), last);
     }
     sala__release(env, c->eos);
     c->eos = ids;
@@ -1568,9 +1589,9 @@ static int sala__config_parse(const sala__env *env, const sala__json *j, const c
     sala__config_sparse(&f, &c->dims);
     sala__config_fits(&f, &c->dims);
     if (f.code == 0) f.code = sala__config_mixers(&f, env, c);
-    static const int32_t eos[2] = {2, 73440}; // the release's, when config.json has none
-    c->bos = c->dims.vocab > 1 ? 1 : -1;
-    c->pad = c->dims.vocab > 2 ? 2 : -1;
+    static const int32_t eos[2] = {2, 73440}; // the release's; config.json may leave them out
+    c->bos = sala__json_get(j, 0, "bos_token_id") < 0 && c->dims.vocab > 1 ? 1 : -1;
+    c->pad = sala__json_get(j, 0, "pad_token_id") < 0 && c->dims.vocab > 2 ? 2 : -1;
     if (f.code == 0 && sala__json_get(j, 0, "eos_token_id") < 0) {
         c->eos = (int32_t *)sala__alloc(env, 2, sizeof *c->eos, "eos_token_id", err);
         if (!c->eos) f.code = SALA_E_MEMORY;
@@ -1615,8 +1636,8 @@ static int sala__generation_config_read(const sala__env *env, const char *folder
     return code;
 }
 
-// The decay slope of each lightning head, the same in every layer (model.md 4.6): for a power of two,
-// 2^(-8(h+1)/heads); otherwise those of the next lower power p, then every other one of 2p.
+// The decay slope of each lightning head, the same in every layer (model.md 4.6): for a power of
+// two, 2^(-8(h+1)/heads); otherwise those of the next lower power p, then every other one of 2p.
 static void sala__slopes(int heads, float *out) { // out: [heads]
     int p = 1;
     while (p * 2 <= heads) p *= 2;
@@ -1644,7 +1665,8 @@ typedef struct sala__weights {
     void *owned;          // synthetic data or NULL
 } sala__weights;
 
-// The tensors of a layer, as a table: which layers have it, and its shape in the model's dimensions.
+// The tensors of a layer, as a table: which layers have it, and its shape in the model's
+// dimensions.
 enum {
     SALA__ALL_LAYERS,
     SALA__SPARSE,
@@ -1745,8 +1767,8 @@ typedef struct sala__item {
     const char *n_name, *k_name; // what these are in config.json
 } sala__item;
 
-// The tensors of a model are numbered 0 .. sala__item_count - 1: embedding, layers, final norm, head. Numbers
-// whose tensor this model lacks give 0, the others fill `item` and give 1.
+// The tensors of a model are numbered 0 .. sala__item_count - 1: embedding, layers, final norm,
+// head. Numbers whose tensor this model lacks give 0, the others fill `item` and give 1.
 static int sala__item_count(const sala__config *c) {
     return c->dims.layers * SALA__RULES + 3;
 }
@@ -1836,24 +1858,21 @@ static const char *sala__shape_text(const int64_t *shape, int rank, char out[192
 }
 
 static int sala__bind_one(const sala__item *item, sala__tensor *t, sala_error *err) {
-    int rank = item->k > 1 || item->k_name[0] != '1' ? 2 : 1;
+    int rank = item->k > 1 ? 2 : 1; // config.json cannot give a matrix one column
     int64_t want[2] = {item->n, item->k};
     char have_text[192], want_text[192];
     if (t->rank != rank || t->shape[0] != want[0] || (rank == 2 && t->shape[1] != want[1]))
-        return sala__fail(err, SALA_E_MODEL, "%s: tensor %.200s has shape %s, expected %s (%s%s%s)",
-                          t->file, t->name, sala__shape_text(t->shape, t->rank, have_text),
-                          sala__shape_text(want, rank, want_text), item->n_name,
-                          rank == 2 ? " x " : "", rank == 2 ? item->k_name : "");
+        return sala__tensor_fail(err, t, SALA_E_MODEL, " has shape %s, expected %s (%s%s%s)",
+                                 sala__shape_text(t->shape, t->rank, have_text),
+                                 sala__shape_text(want, rank, want_text), item->n_name,
+                                 rank == 2 ? " x " : "", rank == 2 ? item->k_name : "");
     if (t->format < 0)
-        return sala__fail(err, SALA_E_MODEL,
-                          "%s: tensor %.200s has dtype %s; expected BF16, F16 or F32", t->file,
-                          t->name, t->dtype);
+        return sala__tensor_fail(err, t, SALA_E_MODEL, " has dtype %s; expected BF16, F16 or F32",
+                                 t->dtype);
     if ((uintptr_t)t->data % (t->format == SALA_F32 ? 4 : 2) != 0)
-        return sala__fail(err, SALA_E_MODEL,
-                          "%s: tensor %.200s does not begin at a multiple of its element size: "
-                          "save the file again with a current "
-                          "safetensors library",
-                          t->file, t->name);
+        return sala__tensor_fail(err, t, SALA_E_MODEL,
+                                 " does not begin at a multiple of its element size: save the file "
+                                 "again with a current safetensors library");
     t->used = 1;
     item->weight->data = t->data;
     item->weight->format = t->format;
@@ -1877,7 +1896,8 @@ static int sala__bind_tied(sala__checkpoint *ck, sala__weights *w, sala_error *e
                       head->file);
 }
 
-// No tensor may be left over: an unread one means that this is not the model that config.json describes.
+// No tensor may be left over: an unread one means that this is not the model that config.json
+// describes.
 static int sala__bind_rest(const sala__env *env, sala__checkpoint *ck, sala_error *err) {
     static const char suffix[] =
         "rotary_emb.inv_freq"; // old exports store this table; it is computed here
@@ -1895,13 +1915,11 @@ static int sala__bind_rest(const sala__env *env, sala__checkpoint *ck, sala_erro
     }
     if (!first) return 0;
     if (count == 1)
-        return sala__fail(err, SALA_E_MODEL,
-                          "%s: tensor %.200s has no place in the model that config.json describes",
-                          first->file, first->name);
-    return sala__fail(
-        err, SALA_E_MODEL,
-        "%s: tensor %.200s and %zu more have no place in the model that config.json describes",
-        first->file, first->name, count - 1);
+        return sala__tensor_fail(err, first, SALA_E_MODEL,
+                                 " has no place in the model that config.json describes");
+    return sala__tensor_fail(err, first, SALA_E_MODEL,
+                             " and %zu more have no place in the model that config.json describes",
+                             count - 1);
 }
 
 // Give every tensor of the model its place in the mapped files. `ck` must outlive `w`.
@@ -1929,8 +1947,8 @@ static int sala__weights_bind(const sala__env *env, sala__checkpoint *ck, const 
     return code;
 }
 
-// Index of the first NaN or infinity, or -1. Blocks are tested without branches, so that the loop runs at
-// the speed of memory.
+// Index of the first NaN or infinity, or -1. Blocks are tested without branches, so that the loop
+// runs at the speed of memory.
 static int64_t sala__first_not_finite(const sala_weight *w) {
     int64_t count = (int64_t)w->n * w->k;
     uint32_t exponent = w->format == SALA_F32   ? 0x7F800000u
@@ -1980,8 +1998,8 @@ static uint64_t sala__mix64(uint64_t z) { // splitmix64's output function
     return z ^ (z >> 31);
 }
 
-// out[i] = BF16(offset + scale * u), u uniform in (-1, 1) by a hash of (seed, first_element + i): any range
-// may be filled alone and in any order. One hash gives four elements.
+// out[i] = BF16(offset + scale * u), u uniform in (-1, 1) by a hash of (seed, first_element + i):
+// any range may be filled alone and in any order. One hash gives four elements.
 static void sala__synthetic_fill(uint16_t *out, uint64_t first_element, uint64_t count,
                                  uint64_t seed, float scale, float offset) {
     enum { GROUPS = 64 };
@@ -2005,10 +2023,11 @@ static void sala__synthetic_fill(uint16_t *out, uint64_t first_element, uint64_t
     }
 }
 
-// Fill slice `part` of `parts` of every tensor: threads call it with their own number each. Variances are
-// such that activations keep their size from layer to layer: norms near 1, linear layers 1/k, the embedding
-// and the head without the model's own multipliers. Sparse q and k are three times as large, so that
-// attention is far from uniform and the choice of blocks means something.
+// Fill slice `part` of `parts` of every tensor: threads call it with their own number each.
+// Variances are such that activations keep their size from layer to layer: norms near 1, linear
+// layers 1/k, the embedding and the head without the model's own multipliers. Sparse q and k are
+// three times as large, so that attention is far from uniform and the choice of blocks means
+// something.
 static void sala__weights_fill(const sala__config *c, sala__weights *w, uint64_t seed, int part,
                                int parts) {
     sala__item item;
@@ -2034,7 +2053,7 @@ static void sala__weights_fill(const sala__config *c, sala__weights *w, uint64_t
     }
 }
 
-// All tensors in one allocation, each at a multiple of 64 bytes, not yet filled.
+// All tensors in one allocation, each at a multiple of 64 bytes, for sala__weights_fill.
 static int sala__weights_allocate(const sala__env *env, const sala__config *c, sala__weights *w,
                                   sala_error *err) {
     sala__item item;
@@ -2059,27 +2078,26 @@ static int sala__weights_allocate(const sala__env *env, const sala__config *c, s
     return 0;
 }
 
-
 /* ------------------------------------------------------------------------------------------------
    [5] TOKENIZER: tokenizer.json (byte-fallback BPE of the Llama family), streaming decode, ChatML
 
-   The judge is the Hugging Face `tokenizers` library: for valid UTF-8 the ids are the ones that it gives,
-   and so is the text of a decode. A text passes through these stages, each the library's:
+   The judge is the Hugging Face `tokenizers` library: for valid UTF-8 the ids are the ones that it
+   gives, and so is the text of a decode. A text passes through these stages, each the library's:
 
      added tokens as they stand -> normaliser -> normalised added tokens -> Metaspace -> BPE
 
-   BPE repeats "join the adjacent pair of lowest rank, leftmost first". Without a pre-tokenizer the whole
-   text is one word, so doing this naively is quadratic. Two things keep it O(n log n) and fast:
+   BPE repeats "join the adjacent pair of lowest rank, leftmost first". Without a pre-tokenizer the
+   whole text is one word, so doing this naively is quadratic. Two things keep it O(n log n) and fast:
    - A text is cut where no merge can ever join, see sala__joins. Words fall out of that by themselves.
-   - A short stretch is merged by scanning for the lowest rank, a long one with a heap of (rank, position).
+   - A short stretch is merged by scanning for the lowest rank, a long one with a heap.
 
    Where we differ from the library, on purpose:
-   - Bytes that are not UTF-8 become byte tokens one by one, and byte tokens decode to the bytes that they
-     name. (The library takes only valid text, and replaces a whole run of byte tokens by U+FFFD when the
-     run is not valid UTF-8.) So every byte string survives encode and decode.
-   - Control tokens (special ones, BOS, EOS, the ChatML markers) come out of plain text in no way: merges
-     that would build one are dropped. Users cannot forge the end of a turn.
-   - A special token that is also "normalized" is left out of decoded text like all other special ones.
+   - Bytes that are not UTF-8 become byte tokens one by one, and byte tokens decode to the bytes that
+     they name. (The library takes only valid text, and turns a whole run of byte tokens into U+FFFD
+     when the run is not valid UTF-8.) So every byte string survives encode and decode.
+   - Control tokens (special ones, BOS, EOS, the ChatML markers) come out of plain text in no way:
+     merges that would build one are dropped. Users cannot forge the end of a turn.
+   - A special token that is also "normalized" is left out of decoded text like all special ones.
    ------------------------------------------------------------------------------------------------ */
 
 #define SALA__TOKENIZER_FILE_MAX ((int64_t)64 << 20)
@@ -2237,125 +2255,71 @@ static int sala__is_space(uint32_t c) { // Unicode White_Space
            c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
 }
 
-// Word characters (the library's \w, Unicode 16): alternating lengths of runs that are not and are.
+// Word characters (the library's \w, Unicode 16): lengths of runs, alternately of characters that
+// are none and that are.
+// clang-format off
 static const uint16_t sala__word_runs[] = {
-    48,    10,   7,     26,    4,     1,     1,     26,    47,    1,    10,    1,    4,     1,
-    5,     23,   1,     31,    1,     458,   4,     12,    14,    5,    7,     1,    1,     1,
-    17,    117,  1,     2,     2,     4,     1,     1,     6,     1,    1,     3,    1,     1,
-    1,     20,   1,     83,    1,     139,   1,     173,   1,     38,   2,     1,    6,     41,
-    8,     45,   1,     1,     1,     2,     1,     2,     1,     1,    8,     27,   4,     4,
-    29,    11,   5,     74,    4,     102,   1,     8,     2,     10,   1,     19,   2,     1,
-    16,    59,   2,     101,   14,    54,    4,     1,     2,     1,    2,     46,   18,    28,
-    4,     11,   5,     24,    1,     6,     8,     75,    1,     129,  2,     10,   1,     19,
-    1,     8,    2,     2,     2,     22,    1,     7,     1,     1,    3,     4,    2,     9,
-    2,     2,    2,     4,     8,     1,     4,     2,     1,     5,    2,     12,   10,    1,
-    1,     1,    2,     3,     1,     6,     4,     2,     2,     22,   1,     7,    1,     2,
-    1,     2,    1,     2,     2,     1,     1,     5,     4,     2,    2,     3,    3,     1,
-    7,     4,    1,     1,     7,     16,    11,    3,     1,     9,    1,     3,    1,     22,
-    1,     7,    1,     2,     1,     5,     2,     10,    1,     3,    1,     3,    2,     1,
-    15,    4,    2,     10,    9,     7,     1,     3,     1,     8,    2,     2,    2,     22,
-    1,     7,    1,     2,     1,     5,     2,     9,     2,     2,    2,     3,    7,     3,
-    4,     2,    1,     5,     2,     10,    1,     1,     16,    2,    1,     6,    3,     3,
-    1,     4,    3,     2,     1,     1,     1,     2,     3,     2,    3,     3,    3,     12,
-    4,     5,    3,     3,     1,     4,     2,     1,     6,     1,    14,    10,   16,    13,
-    1,     3,    1,     23,    1,     16,    2,     9,     1,     3,    1,     4,    7,     2,
-    1,     3,    2,     1,     2,     4,     2,     10,    16,    4,    1,     8,    1,     3,
-    1,     23,   1,     10,    1,     5,     2,     9,     1,     3,    1,     4,    7,     2,
-    6,     2,    1,     4,     2,     10,    1,     3,     12,    13,   1,     3,    1,     51,
-    1,     3,    1,     5,     5,     4,     7,     5,     2,     10,   10,    6,    1,     3,
-    1,     18,   3,     24,    1,     9,     1,     1,     2,     7,    3,     1,    4,     6,
-    1,     1,    1,     8,     6,     10,    2,     2,     13,    58,   5,     15,   1,     10,
-    39,    2,    1,     1,     1,     5,     1,     24,    1,     1,    1,     23,   2,     5,
-    1,     1,    1,     7,     1,     10,    2,     4,     32,    1,    23,    2,    6,     10,
-    11,    1,    1,     1,     1,     1,     4,     10,    1,     36,   4,     20,   1,     18,
-    1,     36,   9,     1,     57,    74,    6,     78,    2,     38,   1,     1,    5,     1,
-    2,     43,   1,     333,   1,     4,     2,     7,     1,     1,    1,     4,    2,     41,
-    1,     4,    2,     33,    1,     4,     2,     7,     1,     1,    1,     4,    2,     15,
-    1,     57,   1,     4,     2,     67,    2,     3,     32,    16,   16,    86,   2,     6,
-    3,     620,  2,     17,    1,     26,    5,     75,    3,     11,   7,     22,   9,     22,
-    11,    20,   12,    13,    1,     3,     1,     2,     12,    84,   3,     1,    4,     2,
-    2,     10,   33,    3,     1,     11,    6,     89,    7,     43,   5,     70,   10,    31,
-    1,     12,   4,     12,    10,    40,    2,     5,     11,    44,   4,     26,   6,     10,
-    38,    28,   4,     63,    1,     29,    2,     11,    6,     10,   13,    1,    8,     31,
-    49,    77,   3,     10,    17,    9,     12,    116,   12,    56,   8,     10,   3,     49,
-    2,     11,   5,     43,    2,     3,     16,    3,     1,     39,   5,     534,  2,     6,
-    2,     38,   2,     6,     2,     8,     1,     1,     1,     1,    1,     1,    1,     31,
-    2,     53,   1,     7,     1,     1,     3,     3,     1,     7,    3,     4,    2,     6,
-    4,     13,   5,     3,     1,     7,     15,    2,     49,    2,    19,    1,    28,    1,
-    13,    1,    16,    13,    51,    33,    17,    1,     4,     1,    2,     10,   1,     1,
-    3,     5,    6,     1,     1,     1,     1,     1,     1,     4,    1,     11,   2,     4,
-    5,     5,    4,     1,     17,    41,    813,   52,    1814,  229,  6,     9,    12,    38,
-    1,     1,    5,     1,     2,     56,    7,     1,     15,    24,   9,     7,    1,     7,
-    1,     7,    1,     7,     1,     7,     1,     7,     1,     7,    1,     7,    1,     32,
-    47,    1,    469,   3,     25,    15,    1,     5,     2,     5,    4,     86,   2,     2,
-    2,     3,    1,     90,    1,     4,     5,     43,    1,     94,   17,    32,   48,    16,
-    512,   6592, 64,    22157, 67,    46,    2,     269,   3,     28,   20,    51,   1,     10,
-    1,     115,  37,    9,     2,     103,   2,     67,    2,     2,    1,     1,    1,     8,
-    21,    54,   4,     1,     19,    52,    12,    70,    10,    10,   6,     24,   3,     1,
-    1,     49,   2,     36,    12,    29,    3,     65,    14,    11,   6,     31,   1,     55,
-    9,     14,   2,     10,    6,     23,    3,     73,    24,    3,    2,     16,   2,     5,
-    10,    6,    2,     6,     2,     6,     9,     7,     1,     7,    1,     43,   1,     14,
-    6,     123,  1,     2,     2,     10,    6,     11172, 12,    23,   4,     49,   8452,  366,
-    2,     106,  38,    7,     12,    5,     5,     12,    1,     13,   1,     5,    1,     1,
-    1,     2,    1,     2,     1,     108,   33,    363,   18,    64,   2,     54,   40,    12,
-    4,     16,   16,    16,    3,     2,     24,    3,     32,    5,    1,     135,  19,    10,
-    7,     26,   4,     1,     1,     26,    11,    89,    3,     6,    2,     6,    2,     6,
-    2,     3,    35,    12,    1,     26,    1,     19,    1,     2,    1,     15,   2,     14,
-    34,    123,  69,    53,    136,   1,     130,   29,    3,     49,   15,    1,    31,    32,
-    13,    30,   5,     43,    5,     30,    2,     36,    4,     8,    1,     5,    42,    158,
-    2,     10,   6,     36,    4,     36,    4,     40,    8,     52,   12,    11,   1,     15,
-    1,     7,    1,     2,     1,     11,    1,     15,    1,     7,    1,     2,    3,     52,
-    12,    311,  9,     22,    10,    8,     24,    6,     1,     42,   1,     9,    69,    6,
-    2,     1,    1,     44,    1,     2,     3,     1,     2,     23,   10,    23,   9,     31,
-    65,    19,   1,     2,     10,    22,    10,    26,    70,    56,   6,     2,    64,    4,
-    1,     2,    5,     8,     1,     3,     1,     29,    2,     3,    4,     1,    32,    29,
-    3,     29,   35,    8,     1,     30,    25,    54,    10,    22,   10,    19,   13,    18,
-    110,   73,   55,    51,    13,    51,    13,    40,    8,     10,   6,     38,   3,     5,
-    1,     23,   250,   42,    1,     2,     3,     2,     16,    3,    55,    33,   10,    1,
-    8,     33,   31,    22,    42,    21,    27,    23,    9,     71,   31,    16,   9,     60,
-    7,     1,    13,    25,    7,     10,    6,     53,    1,     10,   4,     4,    8,     36,
-    2,     1,    9,     69,    4,     4,     1,     13,    1,     1,    35,    18,   1,     37,
-    6,     4,    62,    7,     1,     1,     1,     4,     1,     15,   1,     10,   7,     59,
-    5,     10,   6,     4,     1,     8,     2,     2,     2,     22,   1,     7,    1,     2,
-    1,     5,    1,     10,    2,     2,     2,     3,     2,     1,    6,     1,    5,     7,
-    2,     7,    3,     5,     11,    10,    1,     1,     2,     1,    1,     38,   1,     10,
-    1,     1,    2,     1,     1,     4,     1,     8,     13,    2,    29,    75,   5,     10,
-    4,     4,    30,    70,    1,     1,     8,     10,    166,   54,   2,     9,    23,    6,
-    34,    65,   3,     1,     11,    10,    38,    57,    7,     10,   6,     20,   28,    27,
-    2,     15,   4,     10,    6,     7,     185,   59,    101,   74,   21,    8,    2,     1,
-    2,     8,    1,     2,     1,     30,    1,     2,     2,     9,    12,    10,   70,    8,
-    2,     46,   2,     8,     1,     2,     27,    63,    8,     1,    8,     74,   3,     1,
-    18,    73,   199,   33,    15,    10,    6,     9,     1,     45,   1,     9,    15,    10,
-    24,    30,   2,     22,    1,     14,    73,    7,     1,     2,    1,     44,   3,     1,
-    1,     2,    1,     9,     8,     10,    6,     6,     1,     2,    1,     37,   1,     2,
-    1,     6,    7,     10,    310,   23,    9,     17,    1,     41,   3,     5,    13,    11,
-    85,    1,    79,    922,   102,   111,   17,    196,   2636,  97,   15,    1072, 16,    22,
-    10,    3995, 5,     583,   6841,  58,    1734,  569,   7,     31,   1,     10,   6,     79,
-    1,     10,   6,     30,    2,     5,     11,    55,    9,     4,    12,    10,   9,     21,
-    5,     19,   432,   45,    3,     10,    198,   64,    128,   75,   4,     57,   7,     17,
-    64,    2,    1,     2,     11,    2,     14,    6136,  8,     1238, 41,    10,   8935,  4,
-    1,     7,    1,     2,     1,     291,   15,    1,     29,    3,    2,     1,    14,    4,
-    8,     396,  2308,  107,   5,     13,    3,     9,     7,     10,   3,     2,    4177,  10,
-    518,   46,   2,     23,    542,   5,     3,     6,     8,     8,    2,     7,    30,    4,
-    148,   3,    443,   85,    1,     71,    1,     2,     2,     1,    2,     2,    2,     4,
-    1,     12,   1,     1,     1,     7,     1,     65,    1,     4,    2,     8,    1,     7,
-    1,     28,   1,     4,     1,     5,     1,     1,     3,     7,    1,     340,  2,     25,
-    1,     25,   1,     31,    1,     25,    1,     31,    1,     25,   1,     31,   1,     25,
-    1,     31,   1,     25,    1,     8,     2,     50,    512,   55,   4,     50,   8,     1,
-    14,    1,    22,    5,     1,     15,    1104,  31,    6,     6,    213,   7,    1,     17,
-    2,     7,    1,     2,     1,     5,     5,     62,    33,    1,    112,   45,   3,     14,
-    2,     10,   4,     1,     321,   31,    17,    58,    470,   42,   214,   43,   485,   7,
-    1,     4,    1,     2,     1,     15,    1,     197,   11,    7,    41,    76,   4,     10,
-    1190,  4,    1,     27,    1,     2,     1,     1,     2,     1,    1,     10,   1,     4,
-    1,     1,    1,     1,     6,     1,     4,     1,     1,     1,    1,     1,    1,     3,
-    1,     2,    1,     1,     2,     1,     1,     1,     1,     1,    1,     1,    1,     1,
-    1,     2,    1,     1,     2,     4,     1,     7,     1,     4,    1,     4,    1,     1,
-    1,     10,   1,     17,    5,     3,     1,     5,     1,     17,   628,   26,   6,     26,
-    6,     26,   2662,  10,    1030,  42720, 32,    4154,  6,     222,  2,     5762, 14,    7473,
-    15,    622,  2466,  542,   1506,  4939,  5,     4192,  65535, 0,    65535, 0,    65535, 0,
-    65535, 0,    65535, 0,     65535, 0,     65535, 0,     65535, 0,    65535, 0,    65535, 0,
-    56666, 240,
+    48, 10, 7, 26, 4, 1, 1, 26, 47, 1, 10, 1, 4, 1, 5, 23, 1, 31, 1, 458, 4, 12, 14, 5, 7, 1, 1, 1,
+    17, 117, 1, 2, 2, 4, 1, 1, 6, 1, 1, 3, 1, 1, 1, 20, 1, 83, 1, 139, 1, 173, 1, 38, 2, 1, 6, 41,
+    8, 45, 1, 1, 1, 2, 1, 2, 1, 1, 8, 27, 4, 4, 29, 11, 5, 74, 4, 102, 1, 8, 2, 10, 1, 19, 2, 1,
+    16, 59, 2, 101, 14, 54, 4, 1, 2, 1, 2, 46, 18, 28, 4, 11, 5, 24, 1, 6, 8, 75, 1, 129, 2, 10, 1,
+    19, 1, 8, 2, 2, 2, 22, 1, 7, 1, 1, 3, 4, 2, 9, 2, 2, 2, 4, 8, 1, 4, 2, 1, 5, 2, 12, 10, 1, 1,
+    1, 2, 3, 1, 6, 4, 2, 2, 22, 1, 7, 1, 2, 1, 2, 1, 2, 2, 1, 1, 5, 4, 2, 2, 3, 3, 1, 7, 4, 1, 1,
+    7, 16, 11, 3, 1, 9, 1, 3, 1, 22, 1, 7, 1, 2, 1, 5, 2, 10, 1, 3, 1, 3, 2, 1, 15, 4, 2, 10, 9, 7,
+    1, 3, 1, 8, 2, 2, 2, 22, 1, 7, 1, 2, 1, 5, 2, 9, 2, 2, 2, 3, 7, 3, 4, 2, 1, 5, 2, 10, 1, 1, 16,
+    2, 1, 6, 3, 3, 1, 4, 3, 2, 1, 1, 1, 2, 3, 2, 3, 3, 3, 12, 4, 5, 3, 3, 1, 4, 2, 1, 6, 1, 14, 10,
+    16, 13, 1, 3, 1, 23, 1, 16, 2, 9, 1, 3, 1, 4, 7, 2, 1, 3, 2, 1, 2, 4, 2, 10, 16, 4, 1, 8, 1, 3,
+    1, 23, 1, 10, 1, 5, 2, 9, 1, 3, 1, 4, 7, 2, 6, 2, 1, 4, 2, 10, 1, 3, 12, 13, 1, 3, 1, 51, 1, 3,
+    1, 5, 5, 4, 7, 5, 2, 10, 10, 6, 1, 3, 1, 18, 3, 24, 1, 9, 1, 1, 2, 7, 3, 1, 4, 6, 1, 1, 1, 8,
+    6, 10, 2, 2, 13, 58, 5, 15, 1, 10, 39, 2, 1, 1, 1, 5, 1, 24, 1, 1, 1, 23, 2, 5, 1, 1, 1, 7, 1,
+    10, 2, 4, 32, 1, 23, 2, 6, 10, 11, 1, 1, 1, 1, 1, 4, 10, 1, 36, 4, 20, 1, 18, 1, 36, 9, 1, 57,
+    74, 6, 78, 2, 38, 1, 1, 5, 1, 2, 43, 1, 333, 1, 4, 2, 7, 1, 1, 1, 4, 2, 41, 1, 4, 2, 33, 1, 4,
+    2, 7, 1, 1, 1, 4, 2, 15, 1, 57, 1, 4, 2, 67, 2, 3, 32, 16, 16, 86, 2, 6, 3, 620, 2, 17, 1, 26,
+    5, 75, 3, 11, 7, 22, 9, 22, 11, 20, 12, 13, 1, 3, 1, 2, 12, 84, 3, 1, 4, 2, 2, 10, 33, 3, 1,
+    11, 6, 89, 7, 43, 5, 70, 10, 31, 1, 12, 4, 12, 10, 40, 2, 5, 11, 44, 4, 26, 6, 10, 38, 28, 4,
+    63, 1, 29, 2, 11, 6, 10, 13, 1, 8, 31, 49, 77, 3, 10, 17, 9, 12, 116, 12, 56, 8, 10, 3, 49, 2,
+    11, 5, 43, 2, 3, 16, 3, 1, 39, 5, 534, 2, 6, 2, 38, 2, 6, 2, 8, 1, 1, 1, 1, 1, 1, 1, 31, 2, 53,
+    1, 7, 1, 1, 3, 3, 1, 7, 3, 4, 2, 6, 4, 13, 5, 3, 1, 7, 15, 2, 49, 2, 19, 1, 28, 1, 13, 1, 16,
+    13, 51, 33, 17, 1, 4, 1, 2, 10, 1, 1, 3, 5, 6, 1, 1, 1, 1, 1, 1, 4, 1, 11, 2, 4, 5, 5, 4, 1,
+    17, 41, 813, 52, 1814, 229, 6, 9, 12, 38, 1, 1, 5, 1, 2, 56, 7, 1, 15, 24, 9, 7, 1, 7, 1, 7, 1,
+    7, 1, 7, 1, 7, 1, 7, 1, 7, 1, 32, 47, 1, 469, 3, 25, 15, 1, 5, 2, 5, 4, 86, 2, 2, 2, 3, 1, 90,
+    1, 4, 5, 43, 1, 94, 17, 32, 48, 16, 512, 6592, 64, 22157, 67, 46, 2, 269, 3, 28, 20, 51, 1, 10,
+    1, 115, 37, 9, 2, 103, 2, 67, 2, 2, 1, 1, 1, 8, 21, 54, 4, 1, 19, 52, 12, 70, 10, 10, 6, 24, 3,
+    1, 1, 49, 2, 36, 12, 29, 3, 65, 14, 11, 6, 31, 1, 55, 9, 14, 2, 10, 6, 23, 3, 73, 24, 3, 2, 16,
+    2, 5, 10, 6, 2, 6, 2, 6, 9, 7, 1, 7, 1, 43, 1, 14, 6, 123, 1, 2, 2, 10, 6, 11172, 12, 23, 4,
+    49, 8452, 366, 2, 106, 38, 7, 12, 5, 5, 12, 1, 13, 1, 5, 1, 1, 1, 2, 1, 2, 1, 108, 33, 363, 18,
+    64, 2, 54, 40, 12, 4, 16, 16, 16, 3, 2, 24, 3, 32, 5, 1, 135, 19, 10, 7, 26, 4, 1, 1, 26, 11,
+    89, 3, 6, 2, 6, 2, 6, 2, 3, 35, 12, 1, 26, 1, 19, 1, 2, 1, 15, 2, 14, 34, 123, 69, 53, 136, 1,
+    130, 29, 3, 49, 15, 1, 31, 32, 13, 30, 5, 43, 5, 30, 2, 36, 4, 8, 1, 5, 42, 158, 2, 10, 6, 36,
+    4, 36, 4, 40, 8, 52, 12, 11, 1, 15, 1, 7, 1, 2, 1, 11, 1, 15, 1, 7, 1, 2, 3, 52, 12, 311, 9,
+    22, 10, 8, 24, 6, 1, 42, 1, 9, 69, 6, 2, 1, 1, 44, 1, 2, 3, 1, 2, 23, 10, 23, 9, 31, 65, 19, 1,
+    2, 10, 22, 10, 26, 70, 56, 6, 2, 64, 4, 1, 2, 5, 8, 1, 3, 1, 29, 2, 3, 4, 1, 32, 29, 3, 29, 35,
+    8, 1, 30, 25, 54, 10, 22, 10, 19, 13, 18, 110, 73, 55, 51, 13, 51, 13, 40, 8, 10, 6, 38, 3, 5,
+    1, 23, 250, 42, 1, 2, 3, 2, 16, 3, 55, 33, 10, 1, 8, 33, 31, 22, 42, 21, 27, 23, 9, 71, 31, 16,
+    9, 60, 7, 1, 13, 25, 7, 10, 6, 53, 1, 10, 4, 4, 8, 36, 2, 1, 9, 69, 4, 4, 1, 13, 1, 1, 35, 18,
+    1, 37, 6, 4, 62, 7, 1, 1, 1, 4, 1, 15, 1, 10, 7, 59, 5, 10, 6, 4, 1, 8, 2, 2, 2, 22, 1, 7, 1,
+    2, 1, 5, 1, 10, 2, 2, 2, 3, 2, 1, 6, 1, 5, 7, 2, 7, 3, 5, 11, 10, 1, 1, 2, 1, 1, 38, 1, 10, 1,
+    1, 2, 1, 1, 4, 1, 8, 13, 2, 29, 75, 5, 10, 4, 4, 30, 70, 1, 1, 8, 10, 166, 54, 2, 9, 23, 6, 34,
+    65, 3, 1, 11, 10, 38, 57, 7, 10, 6, 20, 28, 27, 2, 15, 4, 10, 6, 7, 185, 59, 101, 74, 21, 8, 2,
+    1, 2, 8, 1, 2, 1, 30, 1, 2, 2, 9, 12, 10, 70, 8, 2, 46, 2, 8, 1, 2, 27, 63, 8, 1, 8, 74, 3, 1,
+    18, 73, 199, 33, 15, 10, 6, 9, 1, 45, 1, 9, 15, 10, 24, 30, 2, 22, 1, 14, 73, 7, 1, 2, 1, 44,
+    3, 1, 1, 2, 1, 9, 8, 10, 6, 6, 1, 2, 1, 37, 1, 2, 1, 6, 7, 10, 310, 23, 9, 17, 1, 41, 3, 5, 13,
+    11, 85, 1, 79, 922, 102, 111, 17, 196, 2636, 97, 15, 1072, 16, 22, 10, 3995, 5, 583, 6841, 58,
+    1734, 569, 7, 31, 1, 10, 6, 79, 1, 10, 6, 30, 2, 5, 11, 55, 9, 4, 12, 10, 9, 21, 5, 19, 432,
+    45, 3, 10, 198, 64, 128, 75, 4, 57, 7, 17, 64, 2, 1, 2, 11, 2, 14, 6136, 8, 1238, 41, 10, 8935,
+    4, 1, 7, 1, 2, 1, 291, 15, 1, 29, 3, 2, 1, 14, 4, 8, 396, 2308, 107, 5, 13, 3, 9, 7, 10, 3, 2,
+    4177, 10, 518, 46, 2, 23, 542, 5, 3, 6, 8, 8, 2, 7, 30, 4, 148, 3, 443, 85, 1, 71, 1, 2, 2, 1,
+    2, 2, 2, 4, 1, 12, 1, 1, 1, 7, 1, 65, 1, 4, 2, 8, 1, 7, 1, 28, 1, 4, 1, 5, 1, 1, 3, 7, 1, 340,
+    2, 25, 1, 25, 1, 31, 1, 25, 1, 31, 1, 25, 1, 31, 1, 25, 1, 31, 1, 25, 1, 8, 2, 50, 512, 55, 4,
+    50, 8, 1, 14, 1, 22, 5, 1, 15, 1104, 31, 6, 6, 213, 7, 1, 17, 2, 7, 1, 2, 1, 5, 5, 62, 33, 1,
+    112, 45, 3, 14, 2, 10, 4, 1, 321, 31, 17, 58, 470, 42, 214, 43, 485, 7, 1, 4, 1, 2, 1, 15, 1,
+    197, 11, 7, 41, 76, 4, 10, 1190, 4, 1, 27, 1, 2, 1, 1, 2, 1, 1, 10, 1, 4, 1, 1, 1, 1, 6, 1, 4,
+    1, 1, 1, 1, 1, 1, 3, 1, 2, 1, 1, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 1, 1, 2, 4, 1, 7, 1, 4, 1,
+    4, 1, 1, 1, 10, 1, 17, 5, 3, 1, 5, 1, 17, 628, 26, 6, 26, 6, 26, 2662, 10, 1030, 42720, 32,
+    4154, 6, 222, 2, 5762, 14, 7473, 15, 622, 2466, 542, 1506, 4939, 5, 4192, 65535, 0, 65535, 0,
+    65535, 0, 65535, 0, 65535, 0, 65535, 0, 65535, 0, 65535, 0, 65535, 0, 65535, 0, 56666, 240,
 };
+// clang-format on
 
 static int sala__is_word(uint32_t c) {
     uint32_t end = 0;
@@ -2422,7 +2386,8 @@ static int sala__run_step(const sala__env *env, const sala__step *s, const char 
     }
 }
 
-// All steps, one after the other; the result is in *out, *spare is working space. Both are overwritten.
+// All steps, one after the other; the result is in *out, *spare is working space. Both are
+// overwritten.
 static int sala__run_steps(const sala__env *env, const sala__step *steps, int count,
                            const char *text, size_t size, int first, sala__string *out,
                            sala__string *spare, sala_error *err) {
@@ -2459,16 +2424,17 @@ static const sala__merge *sala__find_merge(const sala__tokenizer *t, int32_t lef
     return NULL;
 }
 
-/*  Can a merge ever join what is left of the border between the initial symbols a and b with what is right of it?
-    If not, the text may be cut there: both sides are merged as if the other did not exist.
+/*  Can a merge ever join what is left of the border between the initial symbols a and b with what is
+    right of it? If not, the text may be cut there: both sides are merged as if the other did not exist.
 
-    Proof. A symbol is a run of initial symbols. Suppose that some merge (L, R) is the first to cross the border;
-    then L ends with the initial symbol a and R begins with b. When no merge names a byte token or the unknown token
-    as a part (sala__load_joins checks it, and otherwise lets everything join), symbols that take part in merges consist of
-    single-character tokens only, and their token's string is the string of those characters. So a is the token of
-    the last character of L's string and b the token of the first character of R's: exactly such pairs are in the
-    filter. The filter is a hash set without false negatives; a false positive only makes a stretch longer.
-    Merges on one side never depend on the other side: the next merge of a stretch is its own lowest rank. */
+    Proof. A symbol is a run of initial symbols. Suppose that some merge (L, R) is the first to cross
+    the border; then L ends with the initial symbol a and R begins with b. When no merge names a byte
+    token or the unknown token as a part (sala__load_joins checks it, and otherwise lets everything
+    join), symbols that take part in merges consist of single-character tokens only, and their token's
+    string is the string of those characters. So a is the token of the last character of L's string
+    and b the token of the first character of R's: exactly such pairs are in the filter. The filter is
+    a hash set without false negatives; a false positive only makes a stretch longer. Merges on one
+    side do not depend on the other: in both orders each side does its own lowest ranks first. */
 static int sala__joins(const sala__tokenizer *t, int32_t a, int32_t b) {
     return sala__filter_has(t->joins_filter, sala__hash_pair(a, b) & t->filter_mask);
 }
@@ -2572,8 +2538,9 @@ static uint64_t sala__heap_pop(uint64_t *heap, size_t *count) {
     return top;
 }
 
-// Merge any number of symbols in place, in O(n log n). `*n` becomes how many are left. The heap holds
-// rank << 32 | position of the left symbol; an entry is stale when the pair that now stands there has another rank.
+// Merge any number of symbols in place, in O(n log n). `*n` becomes how many are left. The heap
+// holds rank << 32 | position of the left symbol; an entry is stale when the pair that now stands
+// there has another rank.
 static int sala__merge_heap(sala__encoder *e, int32_t *ids, size_t *n) {
     const sala__tokenizer *t = e->t;
     // A merge takes one entry and puts in at most two, so there are never more than 2n.
@@ -2642,9 +2609,9 @@ static int sala__push_symbol(sala__encoder *e, int32_t id) {
     return code;
 }
 
-// A character (or one byte that is not UTF-8) that has no token. Bytes if all of them have tokens; else it is unknown.
-// `*unknown` counts the unknown tokens that are due; the library holds them back until the next character that has
-// a token, even past byte tokens, and so do we.
+// A character (or one byte that is not UTF-8) that has no token. Bytes if all of them have tokens;
+// else it is unknown. `*unknown` counts the unknown tokens that are due; the library holds them
+// back until the next character that has a token, even past byte tokens, and so do we.
 static int sala__push_missing(sala__encoder *e, const unsigned char *p, int size, size_t *unknown) {
     const sala__tokenizer *t = e->t;
     int code = 0, fall_back = t->byte_fallback;
@@ -2689,8 +2656,9 @@ static int sala__encode_word(sala__encoder *e, const char *text, size_t size) {
 
 // ---- from text to words ----
 
-// Cuts a text at added tokens, as the library does it: leftmost, longest, no overlap; a match that is passed over
-// (a control token in plain text, a "single word" inside a word) still uses up its characters.
+// Cuts a text at added tokens, as the library does it: leftmost, longest, no overlap; a match that
+// is passed over (a control token in plain text, a "single word" inside a word) still uses up its
+// characters.
 typedef struct sala__splitter {
     const sala__tokenizer *t;
     const sala__added_list *list;
@@ -2704,7 +2672,8 @@ typedef struct sala__splitter {
     size_t token_from, token_to;
 } sala__splitter;
 
-// The longest added token that begins at p; NULL if none does. At each byte the range of candidates narrows.
+// The longest added token that begins at p; NULL if none does. At each byte the range of candidates
+// narrows.
 static const sala__added *sala__match_added(const sala__added_list *list, const char *p,
                                             size_t size) {
     const sala__added *best = NULL;
@@ -2902,7 +2871,8 @@ static int64_t sala__encoder_finish(sala__encoder *e, int code, int32_t **out) {
     return code < 0 ? code : (int64_t)e->count;
 }
 
-// Encode text. `flags`: SALA_ADD_BOS | SALA_PARSE_SPECIAL. Returns the number of ids, *out for sala__release.
+// Encode text. `flags`: SALA_ADD_BOS | SALA_PARSE_SPECIAL. Returns the number of ids, *out for
+// sala__release.
 static int64_t sala__encode(const sala__tokenizer *t, const char *text, size_t bytes, int flags,
                             int32_t **out, sala_error *err) {
     sala__encoder e;
@@ -2935,7 +2905,8 @@ static void sala__stream_init(const sala__tokenizer *t, int special, sala__strea
     s->strip_left = t->has_strip ? t->strip.count : 0;
 }
 
-// What a token decodes to, appended to *out. Slow; used for all tokens at load, and for the first of a text.
+// What a token decodes to, appended to *out. Slow; used for all tokens at load, and for the first
+// of a text.
 static int sala__token_text(const sala__tokenizer *t, int32_t id, int first, sala__string *out,
                             sala__string *spare, sala_error *err) {
     static const char digits[] = "0123456789ABCDEF0123456789abcdef";
@@ -2969,8 +2940,8 @@ static int sala__token_text(const sala__tokenizer *t, int32_t id, int first, sal
     return code;
 }
 
-// Take one token; append to *out what is final now: whole characters, or bytes that are certainly not UTF-8.
-// Ids without a token are nothing. On error the stream is as before.
+// Take one token; append to *out what is final now: whole characters, or bytes that are certainly
+// not UTF-8. Ids without a token are nothing. On error the stream is as before.
 static int sala__stream_push(sala__stream *s, int32_t token, sala__string *out, sala_error *err) {
     const sala__tokenizer *t = s->t;
     if (token < 0 || token >= t->limit)
@@ -3003,16 +2974,15 @@ static int sala__stream_push(sala__stream *s, int32_t token, sala__string *out, 
     }
     out->size = end - (size_t)s->held_size;
     memcpy(s->held, out->data + out->size, (size_t)s->held_size);
-    while (s->strip_left && out->size > base) {
-        size_t n = (size_t)t->strip.from_size;
-        if (!sala__starts(out->data + base, out->size - base, t->strip.from, (int)n)) {
-            s->strip_left = 0;
-            break;
-        }
-        memmove(out->data + base, out->data + base + n, out->size - base - n);
-        out->size -= n;
-        s->strip_left--;
+    size_t cut = base, n = (size_t)t->strip.from_size;
+    for (; s->strip_left && cut < out->size; s->strip_left--) {
+        if (sala__starts(out->data + cut, out->size - cut, t->strip.from, (int)n))
+            cut += n;
+        else
+            s->strip_left = 1; // the text has begun: nothing is stripped any more
     }
+    memmove(out->data + base, out->data + cut, out->size - cut);
+    out->size -= cut - base;
     out->data[out->size] = 0;
     return 0;
 }
@@ -3024,7 +2994,8 @@ static int sala__stream_flush(sala__stream *s, sala__string *out, sala_error *er
     return code;
 }
 
-// Decode tokens to zero-terminated text for sala__release, NULL on error; *bytes (may be NULL) is its length.
+// Decode tokens to zero-terminated text for sala__release, NULL on error; *bytes (may be NULL) is
+// its length.
 static char *sala__decode(const sala__tokenizer *t, const int32_t *tokens, int64_t count,
                           int special, size_t *bytes, sala_error *err) {
     sala__stream s;
@@ -3111,8 +3082,8 @@ static int sala__read_strip(const sala__json *j, int node, sala__step *s, sala_e
                            &s->from_size, err);
 }
 
-// Metaspace, as a pre-tokenizer and as a decoder. As a Replace step it puts `to` in for a space; the decoder uses
-// `from`.
+// Metaspace, as a pre-tokenizer and as a decoder. As a Replace step it puts `to` in for a space;
+// the decoder uses `from`.
 static int sala__read_metaspace(const sala__json *j, int node, int decoder, sala__step *s,
                                 sala_error *err) {
     int scheme = sala__json_get(j, node, "prepend_scheme"), add;
@@ -3209,9 +3180,10 @@ static int sala__read_pre_tokenizer(sala__tokenizer *t, const sala__json *j, int
     return sala__read_metaspace(j, node, 0, &t->metaspace, err);
 }
 
-/*  The decoder. The library applies each step to a list of strings, one for each token. Steps before ByteFallback and
-    Fuse see single tokens: they are applied once for all at load. After Fuse there is one string: only Strip from its
-    front can go on there without waiting for the end of the text. `*phase`: 0 tokens, 1 after ByteFallback, 2 fused. */
+/*  The decoder. The library applies each step to a list of strings, one for each token. Steps before
+    ByteFallback and Fuse see single tokens: they are applied once for all at load. After Fuse there is
+    one string: only Strip from its front can go on there without waiting for the end of the text.
+    `*phase`: 0 tokens, 1 after ByteFallback, 2 fused. */
 static int sala__read_decoder(sala__tokenizer *t, const sala__json *j, int node, int *phase,
                               sala_error *err) {
     int code = 0;
@@ -3288,7 +3260,8 @@ static int sala__read_post_processor(sala__tokenizer *t, const sala__json *j, in
     return 0;
 }
 
-// Put a token string into the vocabulary. Added tokens may repeat one of the model with the same id.
+// Put a token string into the vocabulary. Added tokens may repeat one of the model with the same
+// id.
 static int sala__add_token(sala__tokenizer *t, const char *text, size_t size,
                            const sala__json_node *id, uint32_t flags, sala_error *err) {
     int code;
@@ -3546,8 +3519,8 @@ static int sala__compare_added(const void *a, const void *b) {
     return order ? order : (x->size > y->size) - (x->size < y->size);
 }
 
-// The sorted list of added tokens to search for before (0) or after (NORMALIZED) the normaliser; the latter are
-// searched for in their normalised form.
+// The sorted list of added tokens to search for before (0) or after (NORMALIZED) the normaliser;
+// the latter are searched for in their normalised form.
 static int sala__load_added(sala__tokenizer *t, uint32_t normalized, sala__added_list *list,
                             sala_error *err) {
     sala__string one = {NULL, 0, 0}, spare = {NULL, 0, 0};
@@ -3616,9 +3589,10 @@ static int sala__load_shown(sala__tokenizer *t, sala_error *err) {
 
 // ---- the chat template ----
 
-/*  No Jinja runs here: the one template that we can write ourselves, ChatML, is recognised by its text. For that it is
-    reduced to what it puts out: white space, quotes, + ~ ( ) and {{ }} are dropped, message['role'] becomes message.role,
-    and a line end outside of tags becomes \n, as it stands in a string, unless a tag eats it. */
+/*  No Jinja runs here: the one template that we can write ourselves, ChatML, is recognised by its text.
+    For that it is reduced to what it puts out: white space, quotes, + ~ ( ) and {{ }} are dropped,
+    message['role'] becomes message.role, and a line end outside of tags becomes \n, as it stands in a
+    string, unless a tag eats it. */
 static int sala__reduce_template(const sala__env *env, const char *p, size_t size,
                                  sala__string *out, sala_error *err) {
     int inside = 0, eat = 0, code = 0; // inside a tag; line ends are eaten (after "%}" and "-}}")
@@ -3725,7 +3699,8 @@ static int sala__read_template(sala__tokenizer *t, const char *text, size_t size
     return 0;
 }
 
-// chat_template of tokenizer_config.json: a string, or a list of {name, template}: "default", else the first.
+// chat_template of tokenizer_config.json: a string, or a list of {name, template}: "default", else
+// the first.
 static int sala__find_template(const sala__json *c) {
     int node = sala__json_get(c, 0, "chat_template");
     if (sala__json_at(c, node)->type != SALA__ARRAY) return node;
@@ -3738,7 +3713,8 @@ static int sala__find_template(const sala__json *c) {
 
 // ---- open ----
 
-// "bos_token" and its like: a string, or an object with "content". Sets *id; leaves it when there is none.
+// "bos_token" and its like: a string, or an object with "content". Sets *id; leaves it when there
+// is none.
 static int sala__read_token_name(const sala__tokenizer *t, const sala__json *c, const char *key,
                                  int32_t *id, sala_error *err) {
     int node = sala__json_get(c, 0, key);
@@ -3751,7 +3727,8 @@ static int sala__read_token_name(const sala__tokenizer *t, const sala__json *c, 
                       text);
 }
 
-// tokenizer_config.json (NULL: there is none), and the template from chat_template.jinja (NULL likewise) which wins.
+// tokenizer_config.json (NULL: there is none), and the template from chat_template.jinja (NULL
+// likewise) which wins.
 static int sala__load_config(sala__tokenizer *t, const sala__json *c, const sala__file *jinja,
                              sala_error *err) {
     int code = 0, eos = 0, node = -1;
@@ -3883,8 +3860,8 @@ static int sala__tokenizer_files(sala__tokenizer *t, const char *main_path, cons
     return code;
 }
 
-// Open the tokenizer of a model folder. `vocab_limit`: rows of the embedding. `template_override`: NULL or "chatml".
-// `env` must outlive it. On error everything is released.
+// Open the tokenizer of a model folder. `vocab_limit`: rows of the embedding. `template_override`:
+// NULL or "chatml". `env` must outlive it. On error everything is released.
 static int sala__tokenizer_open(const sala__env *env, const char *folder, int vocab_limit,
                                 const char *template_override, sala__tokenizer *t,
                                 sala_error *err) {
@@ -3903,7 +3880,7 @@ static int sala__tokenizer_open(const sala__env *env, const char *folder, int vo
         if (code < 0)
             sala__tokenizer_close(t);
         else if (template_override)
-            t->template_name = template_override[0] ? "chatml" : t->template_name;
+            t->template_name = "chatml";
     }
     sala__release(env, main_path);
     sala__release(env, config_path);
@@ -3913,8 +3890,8 @@ static int sala__tokenizer_open(const sala__env *env, const char *folder, int vo
 
 // ---- chat ----
 
-// One stretch of template text between two markers, which may swallow white space around them. (left: the marker before
-// it, right: the one after it or -1.)
+// One stretch of template text between two markers, which may swallow white space around them.
+// (left: the marker before it, right: the one after it or -1.)
 static int sala__encode_between(sala__encoder *e, const char *text, size_t size, int32_t left,
                                 int32_t right) {
     const sala__token *tokens = e->t->tokens;
@@ -3956,8 +3933,9 @@ static int sala__check_chat(const sala__tokenizer *t, sala_error *err) {
     return 0;
 }
 
-// The ids of one turn: <|im_start|>ROLE\nCONTENT<|im_end|>\n, after BOS if `first` and the model has one, and followed by
-// <|im_start|>assistant\n if `reply`. Role and content are plain text. Returns the number of ids, as sala__encode.
+// The ids of one turn: <|im_start|>ROLE\nCONTENT<|im_end|>\n, after BOS if `first` and the model
+// has one, and followed by <|im_start|>assistant\n if `reply`. Role and content are plain text.
+// Returns the number of ids, as sala__encode.
 static int64_t sala__chat_turn(const sala__tokenizer *t, const char *role, const char *content,
                                size_t bytes, int first, int reply, int32_t **out, sala_error *err) {
     sala__encoder e;
@@ -3984,11 +3962,11 @@ static int64_t sala__chat_turn(const sala__tokenizer *t, const char *role, const
 /* ------------------------------------------------------------------------------------------------
    SETTINGS: options and request fields by name, and their ranges
 
-   One table for sala_options and one for sala_request: name, kind, place, range. The same row reads a value
-   from text and checks the field of a struct that a program filled in, so both know the same limits. In a
-   struct 0 means "default"; said by name a 0 must be a value, so `max-tokens 0` is an error and
-   `temperature 0` is not. Numbers are read without the C library, whose answer depends on the locale.
-   Nothing is ignored: an unknown name is an error that suggests a known one.
+   One table for sala_options and one for sala_request: name, kind, place, range. The same row reads
+   a value from text and checks the field of a struct that a program filled in, so both know the
+   same limits. In a struct 0 means "default"; said by name a 0 must be a value, so `max-tokens 0`
+   is an error and `temperature 0` is not. Numbers are read without the C library, whose answer
+   depends on the locale. Nothing is ignored: an unknown name is an error that suggests a known one.
    ------------------------------------------------------------------------------------------------ */
 
 enum {               // sala__setting.kind
@@ -4064,8 +4042,9 @@ static const sala__setting sala__request_table[] = {
 
 // ---- reading ----
 
-// A decimal integer, the whole of `text`, perhaps with K, M or G. Returns 0, or -1: malformed or beyond 64 bits.
-static int sala__read_integer(const char *text, int suffix, int *negative, uint64_t *magnitude) {
+// A decimal integer, the whole of `text`, perhaps with K, M or G. Returns 0, or -1: malformed or
+// beyond 64 bits.
+static int sala__setting_integer(const char *text, int suffix, int *negative, uint64_t *magnitude) {
     uint64_t v = 0;
     *negative = *text == '-';
     text += *negative;
@@ -4087,7 +4066,7 @@ static int sala__read_integer(const char *text, int suffix, int *negative, uint6
 }
 
 // A decimal number as JSON writes it, the whole of `text`.
-static int sala__read_number(const char *text, double *value) {
+static int sala__setting_number(const char *text, double *value) {
     sala__json j;
     sala__json_node node;
     memset(&j, 0, sizeof j);
@@ -4101,7 +4080,7 @@ static int sala__read_number(const char *text, double *value) {
     return 0;
 }
 
-static int sala__parse_flag(const char *text, int *value) {
+static int sala__setting_flag(const char *text, int *value) {
     static const char *const words[] = {"0", "1", "false", "true", "off", "on", "no", "yes"};
     for (int i = 0; i < SALA__ROWS(words); i++) {
         if (strcmp(text, words[i])) continue;
@@ -4112,7 +4091,7 @@ static int sala__parse_flag(const char *text, int *value) {
 }
 
 // Is `text` one of `words`?
-static int sala__one_of(const char *text, const char *words) {
+static int sala__setting_word(const char *text, const char *words) {
     size_t n = strlen(text);
     while (words) {
         const char *end = strchr(words, ' ');
@@ -4172,7 +4151,7 @@ static int sala__check_setting(const sala__setting *e, const void *base, sala_er
     case SALA__SET_SEED: return 0;
     case SALA__SET_WORD: {
         const char *word = *(const char *const *)(const void *)at;
-        return !word || sala__one_of(word, e->words) ? 0 : sala__bad_setting(e, word, 0, err);
+        return !word || sala__setting_word(word, e->words) ? 0 : sala__bad_setting(e, word, 0, err);
     }
     case SALA__SET_FLOAT: {
         float f;
@@ -4255,22 +4234,23 @@ static int sala__set(const sala__setting *e, void *base, const char *value, sala
         return sala__fail(err, SALA_E_ARGUMENT, "%s needs a value", e->name);
     switch (e->kind) {
     case SALA__SET_FLAG:
-        if (value && sala__parse_flag(value, &flag) < 0) return sala__bad_setting(e, value, 1, err);
+        if (value && sala__setting_flag(value, &flag) < 0)
+            return sala__bad_setting(e, value, 1, err);
         memcpy(at, &flag, sizeof flag);
         return 0;
     case SALA__SET_WORD:
-        if (!sala__one_of(value, e->words)) return sala__bad_setting(e, value, 1, err);
+        if (!sala__setting_word(value, e->words)) return sala__bad_setting(e, value, 1, err);
         memcpy(at, &value, sizeof value);
         return 0;
     case SALA__SET_FLOAT: {
-        float f = sala__read_number(value, &number) < 0 ? NAN : (float)number;
+        float f = sala__setting_number(value, &number) < 0 ? NAN : (float)number;
         if (!sala__float_fits(e, f, 1)) return sala__bad_setting(e, value, 1, err);
         memcpy(at, &f, sizeof f);
         return 0;
     }
     default: break;
     }
-    int bad = sala__read_integer(value, e->rules & SALA__SET_SIZE, &negative, &magnitude) < 0;
+    int bad = sala__setting_integer(value, e->rules & SALA__SET_SIZE, &negative, &magnitude) < 0;
     if (e->kind == SALA__SET_SEED) {
         if (bad || negative) return sala__bad_setting(e, value, 1, err);
         memcpy(at, &magnitude, sizeof magnitude);
@@ -4316,7 +4296,8 @@ static int sala__check_options(const sala_options *o, sala_error *err) {
     return sala__check_table(sala__option_table, SALA__ROWS(sala__option_table), o, err);
 }
 
-// An array of a request: its count must not be negative or above `most`, and with a count it must be there.
+// An array of a request: its count must not be negative or above `most`, and with a count it must
+// be there.
 static int sala__check_array(const char *name, const char *count_name, const void *array,
                              int64_t count, int64_t most, sala_error *err) {
     if (count < 0 || count > most)
@@ -4381,28 +4362,32 @@ static int sala__check_request_fields(const sala_request *r, sala_error *err) {
 /* ------------------------------------------------------------------------------------------------
    [6] SAMPLER: from one row of logits to one token
 
-   The token is a function of the request, the tokens before it, the row of logits and the position, and of
-   nothing else: not of the place in a batch, the thread, the scratch memory or the number of tokens drawn so
-   far. Speculation rests on that: a verify row draws the token that plain decoding would draw (speculation by
-   "draw, then match"), so it can only change the speed. The steps, in this order:
+   The token is a function of the request, the tokens before it, the row of logits and the position,
+   and of nothing else: not of the place in a batch, the thread, the scratch memory or the number of
+   tokens drawn so far. Speculation rests on that: a verify row draws the token that plain decoding
+   would draw (speculation by "draw, then match"), so it can only change the speed. The steps, in
+   this order:
 
    1. bias        logit += bias of the token; -infinity forbids it.
    2. repetition  over prompt and output (Hugging Face's rule): l > 0 ? l / penalty : l * penalty.
-   3. presence, frequency  over the output (OpenAI's rule): l -= presence + count * frequency where count > 0.
-      Tokens of the tree path above a verify row count as output; the path is added for this call alone.
+   3. presence, frequency  over the output (OpenAI's rule): l -= presence + count * frequency where
+      count > 0. Tokens of the tree path above a verify row count as output; the path is added for
+      this call alone.
    4. temperature 0: the largest logit, of equal ones the lowest id. Nothing below is then used.
-   5. weights     w = exp((l - largest) / temperature), rounded to a multiple of 2^-30 and held as an integer.
-      Integer sums are exact, so no order of summation, vector width or thread count can change a decision,
-      and a draw cannot land beyond the sum. The price: a token 2^31 times less likely than the best is never
-      drawn (an FP32 running sum loses tokens from 2^24 on). exp is our own, without fma and without libm, so
-      that every compiler and machine agrees on its bits.
-   6. min-p, then top-k, then top-p (vLLM's order). All three keep a head of ONE ranking: larger logit first,
-      of equal logits the lower id. min-p keeps w >= min_p * largest w, decided on logits; top-k the first k;
-      top-p the shortest head that holds top_p of the weight that min-p and top-k left.
-   7. draw        inverse CDF over the kept tokens in ascending id, with the random number of (seed, position).
+   5. weights     w = exp((l - largest) / temperature), rounded to a multiple of 2^-30 and held as
+      an integer. Integer sums are exact, so no order of summation, vector width or thread count can
+      change a decision, and a draw cannot land beyond the sum. The price: a token 2^31 times less
+      likely than the best is never drawn (an FP32 running sum loses tokens from 2^24 on). exp is
+      our own, without fma and without libm, so that every compiler and machine agrees on its bits.
+   6. min-p, then top-k, then top-p (vLLM's order). All three keep a head of ONE ranking: larger
+      logit first, of equal logits the lower id. min-p keeps w >= min_p * largest w, decided on
+      logits; top-k the first k; top-p the shortest head that holds top_p of the weight that min-p
+      and top-k left.
+   7. draw        inverse CDF over the kept tokens in ascending id, with the random number of (seed,
+      position).
 
-   The random number is Philox4x32-10 (Salmon et al., SC 2011): key = seed, counter = position. It needs no
-   state, and a GPU computes the same one.
+   The random number is Philox4x32-10 (Salmon et al., SC 2011): key = seed, counter = position. It
+   needs no state, and a GPU computes the same one.
 
    A row that holds NaN or +infinity, or nothing but -infinity, gives -1: an error, never a token.
    Reported log-probabilities are those of the raw logits, before step 1.
@@ -4420,8 +4405,7 @@ typedef struct sala__sampler {
     int32_t logprobs; // 0: none; n: of the token and of the n best
     int32_t bias_count;
     sala_bias *biases; // [bias_count] ascending token
-    int32_t
-        *counts; // [vocab] 2 * times in the output + (1 if in the prompt); NULL without penalties
+    int32_t *counts;   // [vocab] 2 * times in the output + 1 if in the prompt; NULL: no penalties
 } sala__sampler;
 
 static int sala__bias_order(const void *a, const void *b) {
@@ -4524,8 +4508,9 @@ static uint64_t sala__scale_random(uint64_t r, uint64_t n) {
     return (uint64_t)((wide)r * n >> 64);
 }
 
-// exp(x) for x <= 0, within 2 units in the last place; x below -87 counts as -87. Cody-Waite reduction (the
-// first product is exact) and Cephes' polynomial; plain products and sums, which any compiler vectorises.
+// exp(x) for x <= 0, within 2 units in the last place; x below -87 counts as -87. Cody-Waite
+// reduction (the first product is exact) and Cephes' polynomial; plain products and sums, which any
+// compiler vectorises.
 static inline float sala__exp_negative(float x) {
     float y = x > -87.0f ? x : -87.0f;
     float shifted = y * 1.44269504f + 12582912.0f; // + 1.5 * 2^23 rounds to an integer
@@ -4543,9 +4528,10 @@ static inline float sala__exp_negative(float x) {
 
 // ---- the steps ----
 
-// The token of the largest value, of equal ones the lowest id; -1 when a value is NaN or +infinity or all are
-// -infinity. One pass: an integer maximum is vectorised where a float maximum is not, and a block is
-// searched for its winner, while it is in the first-level cache, only when it beats all before it.
+// The token of the largest value, of equal ones the lowest id; -1 when a value is NaN or +infinity
+// or all are -infinity. One pass: an integer maximum is vectorised where a float maximum is not,
+// and a block is searched for its winner, while it is in the first-level cache, only when it beats
+// all before it.
 static int32_t sala__sampler_argmax(const float *x, int32_t vocab) {
     const int32_t low = sala__float_order(-INFINITY), high = sala__float_order(INFINITY);
     int32_t best = low, token = -1;
@@ -4574,7 +4560,8 @@ static inline float sala__add_bias(float x, float bias) {
     return x == -INFINITY || bias == -INFINITY ? -INFINITY : sala__finite(x + bias);
 }
 
-// Steps 2 and 3 for one token that occurred: `outputs` times in the output, perhaps only in the prompt.
+// Steps 2 and 3 for one token that occurred: `outputs` times in the output, perhaps only in the
+// prompt.
 static inline float sala__penalise(const sala__sampler *s, float x, int32_t outputs) {
     if (x == -INFINITY) return x;
     x = x > 0 ? x / s->repetition : x * s->repetition;
@@ -4609,7 +4596,8 @@ static void sala__sampler_adjust(const sala__sampler *s, const float *logits, co
     }
 }
 
-// Step 5, with min-p: weight[t] in units of 2^-30, 0 where min-p drops the token. Returns their sum.
+// Step 5, with min-p: weight[t] in units of 2^-30, 0 where min-p drops the token. Returns their
+// sum.
 static uint64_t sala__sampler_weigh(const sala__sampler *s, const float *x, float largest,
                                     int32_t *weight) {
     const float temperature = s->temperature, min_p_log = s->min_p_log;
@@ -4641,9 +4629,10 @@ static int32_t sala__sampler_gather(const float *x, const int32_t *weight, int32
     return n;
 }
 
-// Shorten the list (ascending ids) to the shortest head of the ranking that has `count` tokens or the weight
-// `need`, whichever comes first; both are at least 1 and not more than there is, but for one that plays no part.
-// A radix selection, eight bits of the logits' order at a time: linear in n whatever the values are.
+// Shorten the list (ascending ids) to the shortest head of the ranking that has `count` tokens or
+// the weight `need`, whichever comes first; both are at least 1 and not more than there is, but for
+// one that plays no part. A radix selection, eight bits of the logits' order at a time: linear in n
+// whatever the values are.
 static int32_t sala__sampler_cut(const float *x, const int32_t *weight, int32_t *list, int32_t n,
                                  int64_t count, uint64_t need, uint64_t *sum) {
     uint32_t cut = 0, mask = 0; // the upper digits of the last kept value
@@ -4664,7 +4653,8 @@ static int32_t sala__sampler_cut(const float *x, const int32_t *weight, int32_t 
         cut |= digit << shift;
         mask |= 255u << shift;
     }
-    // `count` and `need` are now what the tokens that equal the cut must still give, lowest ids first.
+    // `count` and `need` are now what the tokens that equal the cut must still give, lowest ids
+    // first.
     int32_t kept = 0;
     uint64_t kept_sum = 0;
     for (int32_t i = 0; i < n; i++) {
@@ -4684,14 +4674,16 @@ static int32_t sala__sampler_cut(const float *x, const int32_t *weight, int32_t 
     return kept;
 }
 
-// Steps 5 and 6: the kept tokens in `list`, ascending. Returns how many (at least 1), *sum their weight.
+// Steps 5 and 6: the kept tokens in `list`, ascending. Returns how many (at least 1), *sum their
+// weight.
 static int32_t sala__sampler_keep(const sala__sampler *s, const float *x, float largest,
                                   int32_t *weight, int32_t *list, uint64_t *sum) {
     uint64_t total = sala__sampler_weigh(s, x, largest, weight);
     double share = (double)s->top_p;
     int32_t n = 0;
     int enough = s->top_k == 0 && share >= 1; // without a cut all are needed
-    // A cut nearly always lies near the best token, so those within a factor e^8, then e^16, are tried alone.
+    // A cut nearly always lies near the best token, so those within a factor e^8, then e^16, are
+    // tried alone.
     for (float reach = 8; reach <= 16 && !enough; reach += 8) {
         n = sala__sampler_gather(x, weight, s->vocab, largest - reach * s->temperature, list, sum);
         enough = s->top_k > 0 ? n >= s->top_k : (double)*sum >= share * (double)total;
@@ -4711,8 +4703,8 @@ static int32_t sala__sampler_keep(const sala__sampler *s, const float *x, float 
     return n;
 }
 
-// Log-probabilities of the raw logits: of the chosen token, and of the s->logprobs best, best first. Tokens of
-// probability 0 are not listed.
+// Log-probabilities of the raw logits: of the chosen token, and of the s->logprobs best, best
+// first. Tokens of probability 0 are not listed.
 static void sala__sampler_report(const sala__sampler *s, const float *logits, float largest,
                                  int32_t token, float *logprob, sala_logprob *top, int *top_count) {
     const int32_t vocab = s->vocab;
@@ -4747,10 +4739,10 @@ static size_t sala__sampler_scratch(int32_t vocab) {
     return (size_t)vocab * 3 * sizeof(float);
 }
 
-// Choose the token of `position` (absolute: its own place in the sequence). `path` are the tokens before it
-// that the sampler has not been told of (a verify row's ancestors), counted as output. Returns -1 when the logits
-// are unusable. `logprob`, `top` [s->logprobs] and `top_count` are filled when the request wants log-probabilities,
-// else set to 0; they may be NULL then.
+// Choose the token of `position` (absolute: its own place in the sequence). `path` are the tokens
+// before it that the sampler has not been told of (a verify row's ancestors), counted as output.
+// Returns -1 when the logits are unusable. `logprob`, `top` [s->logprobs] and `top_count` are
+// filled when the request wants log-probabilities, else set to 0; they may be NULL then.
 static int32_t sala__sample(const sala__sampler *s, const float *logits, int64_t position,
                             const int32_t *path, int path_count, void *scratch, float *logprob,
                             sala_logprob *top, int *top_count) {
@@ -7132,6 +7124,7 @@ static int sala__finish(sala *s, sala__request *r, int reason, int show_rest, sa
     sala__sequence *q = r->slot >= 0 ? &s->sequences[r->slot] : r->sequence ? sala__find_sequence(s, r->sequence) : NULL;
     if (q) {
         q->request = 0;
+        q->token_count = (size_t)q->stored + (q->root >= 0); // cancelled in prefill: what was not read never was
         e->sequence = r->keep || r->slot < 0 ? q->id : 0;
         if (!e->sequence) sala__free_sequence(s, q);
     }
@@ -7156,7 +7149,7 @@ typedef struct sala__choice {
 static int sala__take_token(sala *s, sala__request *r, const sala__choice *c, sala_error *err) {
     sala__sequence *q = &s->sequences[r->slot];
     int forced = r->chosen < r->force_count, stopped = 0, code;
-    int32_t token = forced ? r->force[r->chosen] : c->token;
+    int32_t token = c->token;
     if (token < 0) return sala__finish(s, r, SALA_FINISH_NAN, 1, err);
     q->root = token;
     if ((code = sala__note_token(s, q, token, err)) < 0) return code;
@@ -7302,6 +7295,10 @@ static void sala__sample_row(sala *s, const sala__request *r, const float *logit
     int64_t position = s->sequences[r->slot].stored;
     c->top_count = 0;
     c->token = sala__sample(&r->sampler, logits, position, NULL, 0, scratch, &c->logprob, c->top, &c->top_count);
+    if (c->token < 0 || r->chosen >= r->force_count) return;
+    c->token = r->force[r->chosen];
+    float largest = logits[sala__sampler_argmax(logits, s->config.dims.vocab)];
+    if (r->logprobs) sala__sampler_report(&r->sampler, logits, largest, c->token, &c->logprob, c->top, &c->top_count);
 }
 
 // The rows of a pass as an event.

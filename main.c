@@ -1,0 +1,783 @@
+/*  main.c - the command line of sala: run, chat, info here; logits, eval and bench in tools/.
+
+    cc -std=gnu11 -O3 -march=native main.c -o sala -lm -lpthread
+
+    stdout carries results and nothing else; progress, the start line and the end line go to stderr.
+    Every command reads its options, opens the model, hands in requests and takes events: nothing
+    here is more than the public API of sala.h gives to anybody. */
+#define SALA_IMPLEMENTATION
+#include "sala.h"
+
+#include "tools/cli.h"
+#include "tools/logits.c"
+#include "tools/eval.c"
+#include "tools/bench.c"
+
+/* ---- generating: what run and chat share ---------------------------------------------------- */
+
+typedef struct generation {
+    sala *engine;
+    int print;               // the text goes to stdout as it comes
+    cli_buffer text;         // all of it, for --json
+    cli_buffer tokens;       // int32 [chosen]
+    FILE *logprobs;          // entries of a JSON array, or NULL
+    const cli_buffer *shown; // a prompt to print before the text, or NULL
+    sala_text_stream *echo;  // has read that prompt; or NULL
+    int finish_reason;
+    int64_t sequence; // what was kept
+    sala_timings timings;
+    double started;
+    int broken; // the engine failed: only sala_close is left
+} generation;
+
+static const char *finish_name(int reason) {
+    static const char *const names[] = {"", "stop", "length", "cancelled", "memory", "nan"};
+    return reason > 0 && reason < (int)(sizeof names / sizeof *names) ? names[reason] : "unknown";
+}
+
+static void add_logprobs(FILE *f, const sala_event *e) {
+    fprintf(f, "%s{\"token\": %d, \"logprob\": ", ftell(f) > 0 ? ", " : "", e->token);
+    cli_json_number(f, (double)e->logprob);
+    fprintf(f, ", \"top\": [");
+    for (int i = 0; i < e->top_count; i++) {
+        fprintf(f, "%s{\"token\": %d, \"logprob\": ", i ? ", " : "", e->top[i].token);
+        cli_json_number(f, (double)e->top[i].logprob);
+        fprintf(f, "}");
+    }
+    fprintf(f, "]}");
+}
+
+// A text that stands alone begins without its first space. After a printed prompt that space is
+// wanted: let the stream that has read the prompt tell.
+static void add_space(generation *g, const sala_event *e) {
+    size_t bytes;
+    const char *piece = sala_stream_next(g->echo, e->token, &bytes);
+    if (piece && bytes && piece[0] == ' ' && (!e->text_bytes || e->text[0] != ' ')) putchar(' ');
+    sala_stream_close(g->echo);
+    g->echo = NULL;
+}
+
+// Print the prompt; what follows is to be spaced as its continuation. Returns an exit code.
+static int show_prompt(generation *g, int as_text) {
+    int32_t *tokens;
+    int64_t n =
+        sala_tokenize(g->engine, g->shown->data, g->shown->size, SALA_PARSE_SPECIAL, &tokens, NULL);
+    fwrite(g->shown->data, 1, g->shown->size, stdout);
+    if (!as_text)
+        putchar('\n'); // a question, not the beginning of the text
+    else if (n > 0)
+        g->echo = sala_stream_open(g->engine, 0, NULL);
+    if (g->echo) sala_stream_next(g->echo, tokens[n - 1], NULL);
+    if (n >= 0) sala_free(g->engine, tokens);
+    return cli_flush();
+}
+
+// Take over one event. Returns an exit code: only writing to stdout can fail.
+static int take_event(generation *g, const sala_event *e) {
+    if (e->type == SALA_EVENT_PREFILL && e->done < e->total)
+        cli_progress_since("reading the prompt", (double)e->done / (double)e->total, g->started);
+    if (e->type == SALA_EVENT_TOKEN) {
+        cli_append(&g->tokens, &e->token, sizeof e->token);
+        if (g->logprobs) add_logprobs(g->logprobs, e);
+        if (g->echo) add_space(g, e);
+    }
+    if (e->type == SALA_EVENT_FINISH) {
+        g->finish_reason = e->finish_reason;
+        g->sequence = e->sequence;
+        g->timings = e->timings;
+    }
+    if (e->type == SALA_EVENT_PREFILL || e->type == SALA_EVENT_ROWS || !e->text_bytes)
+        return CLI_OK;
+    cli_append(&g->text, e->text, e->text_bytes);
+    if (!g->print) return CLI_OK;
+    cli_progress_clear();
+    fwrite(e->text, 1, e->text_bytes, stdout);
+    return cli_flush();
+}
+
+// Run one request to its end; Ctrl-C or a failed write cancels it. Returns an exit code.
+static int generate(generation *g, const sala_request *request) {
+    sala_error err;
+    sala_event e;
+    int code = CLI_OK, cancelled = 0, step;
+    int64_t id = sala_submit(g->engine, request, &err);
+    if (id < 0) return cli_fail(CLI_FAILED, "%s", err.text);
+    g->started = cli_now();
+    if (g->shown) code = show_prompt(g, request->text != NULL);
+    while ((step = sala_step(g->engine, &err)) > 0) {
+        while (sala_next_event(g->engine, &e)) {
+            int failed = take_event(g, &e);
+            if (failed) code = failed;
+        }
+        if ((cli_signal || code) && !cancelled) {
+            sala_cancel(g->engine, id, NULL); // an error only says that it has finished meanwhile
+            cancelled = 1;
+        }
+    }
+    cli_progress_clear();
+    g->broken = step < 0;
+    if (g->broken) return cli_fail(CLI_FAILED, "%s", err.text);
+    if (g->finish_reason == SALA_FINISH_NAN)
+        return cli_fail(CLI_FAILED,
+                        "the logits are not numbers: the weights are damaged (sala info --check)");
+    if (g->finish_reason == SALA_FINISH_MEMORY)
+        return cli_fail(CLI_FAILED,
+                        "the K/V cache is too small for this request: raise --kv-tokens");
+    return code ? code : cli_signal ? 128 + (int)cli_signal : CLI_OK;
+}
+
+static void generation_free(generation *g) {
+    cli_free(&g->text);
+    cli_free(&g->tokens);
+    if (g->logprobs) fclose(g->logprobs);
+    sala_stream_close(g->echo);
+}
+
+/* ---- run ------------------------------------------------------------------------------------ */
+
+enum { RUN_CHAT = CLI_OWN, RUN_SYSTEM, RUN_ECHO };
+
+static const char story[] = "Once upon a time there was a brave fox named Pip.";
+
+static const cli_option run_options[] = {
+    {'p', "prompt", "TEXT", "the prompt (default: a story about a fox, told with --echo)"},
+    {'f', "file", "FILE", "read the prompt from a file, - is stdin"},
+    {RUN_CHAT, "chat", NULL, "the prompt is a question: put the model's chat template around it"},
+    {RUN_SYSTEM, "system", "TEXT", "with --chat: the system prompt before it"},
+    {RUN_ECHO, "echo", NULL, "print the prompt too"},
+    {CLI_JSON, "json", NULL, "print one JSON object at the end instead of text as it comes"},
+    {0, NULL, NULL, NULL},
+};
+
+static const cli_command run_command = {
+    "run",
+    "run [-m DIR] [-p TEXT | -f FILE] [options]\n\n"
+    "Continues a text. The prompt is raw: the model's BOS stands before it and special tokens\n"
+    "in it count (with --chat they are plain text). The text streams to stdout, and nothing\n"
+    "else goes there. A line on stderr says at the start what runs and at the end how fast it\n"
+    "was. Ctrl-C ends the text where it is, a second one ends the program.\n",
+    run_options,
+    CLI_REQUEST | CLI_ENGINE,
+    "  sala run\n"
+    "  sala run -p 'The bear said:' -n 40 --temp 0.8 --seed 7\n"
+    "  sala run --chat -p 'What does the cow say?' --json\n"
+    "  sala run -m /models/MiniCPM-SALA -f book.txt --context 200K -n 500\n",
+};
+
+typedef struct run_input {
+    const char *file, *system;
+    int chat, echo;
+    cli_buffer prompt; // the text
+    cli_buffer tokens; // int32, with --chat
+} run_input;
+
+static int run_arguments(cli_args *a, run_input *in) { // returns 0, or -1: return a->code
+    int id;
+    while ((id = cli_next(a)) > 0) {
+        if (id == 'f') in->file = a->value;
+        if (id == RUN_CHAT) in->chat = 1;
+        if (id == RUN_SYSTEM) in->system = a->value;
+        if (id == RUN_ECHO) in->echo = 1;
+        if (id != 'p') continue;
+        cli_free(&in->prompt);
+        cli_append(&in->prompt, a->value, strlen(a->value));
+    }
+    if (id < 0) return -1;
+    if (in->file && in->prompt.data)
+        a->code = cli_fail(CLI_USAGE, "give --prompt or --file, not both");
+    if (in->system && !in->chat) a->code = cli_fail(CLI_USAGE, "--system needs --chat");
+    if (a->request.logprobs && !a->json) a->code = cli_fail(CLI_USAGE, "--logprobs needs --json");
+    if (a->code == CLI_OK && in->file) a->code = cli_read_file(in->file, &in->prompt);
+    if (a->code == CLI_OK && !in->prompt.data) {
+        cli_append(&in->prompt, story, strlen(story));
+        in->echo |= !a->json && !in->chat;
+    }
+    return a->code == CLI_OK ? 0 : -1;
+}
+
+// Append the tokens of one turn of a chat. Returns 0 or the engine's error code.
+static int add_turn(sala *engine, cli_buffer *out, const char *role, const char *text, size_t bytes,
+                    int first, int reply, sala_error *err) {
+    int32_t *tokens;
+    int64_t n = sala_chat_turn(engine, role, text, bytes, first, reply, &tokens, err);
+    if (n < 0) return (int)n;
+    cli_append(out, tokens, (size_t)n * sizeof *tokens);
+    sala_free(engine, tokens);
+    return 0;
+}
+
+// Make the request's prompt from the input. Returns an exit code.
+static int run_prompt(cli_args *a, sala *engine, run_input *in) {
+    sala_error err;
+    int code = 0;
+    if (!in->chat) {
+        a->request.text = in->prompt.data;
+        a->request.text_bytes = in->prompt.size;
+        return CLI_OK;
+    }
+    if (in->system)
+        code = add_turn(engine, &in->tokens, "system", in->system, strlen(in->system), 1, 0, &err);
+    if (code == 0)
+        code = add_turn(engine, &in->tokens, "user", in->prompt.data, in->prompt.size, !in->system,
+                        1, &err);
+    a->request.tokens = (const int32_t *)(void *)in->tokens.data;
+    a->request.token_count = (int64_t)(in->tokens.size / sizeof(int32_t));
+    return code < 0 ? cli_fail(CLI_FAILED, "%s", err.text) : CLI_OK;
+}
+
+static void run_json(const generation *g, const run_input *in, const char *logprobs) {
+    const sala_timings *t = &g->timings;
+    const int32_t *tokens = (const int32_t *)(const void *)g->tokens.data;
+    printf("{\"prompt_tokens\": %lld, \"tokens\": [", (long long)t->prompt_tokens);
+    for (size_t i = 0; i < g->tokens.size / sizeof *tokens; i++)
+        printf("%s%d", i ? ", " : "", tokens[i]);
+    printf("], \"text\": ");
+    cli_json_text(stdout, g->text.data ? g->text.data : "", g->text.size);
+    printf(", \"finish_reason\": \"%s\"", finish_name(g->finish_reason));
+    if (in->echo) {
+        printf(", \"prompt\": ");
+        cli_json_text(stdout, in->prompt.data, in->prompt.size);
+    }
+    if (logprobs) printf(", \"logprobs\": [%s]", logprobs);
+    printf(", \"timings\": {\"output_tokens\": %lld, \"queue_seconds\": %.6f, \"prefill_seconds\": "
+           "%.6f, ",
+           (long long)t->output_tokens, t->queue_seconds, t->prefill_seconds);
+    printf("\"decode_seconds\": %.6f, \"decode_bytes\": %lld, \"first_token_seconds\": %.6f, ",
+           t->decode_seconds, (long long)t->decode_bytes, t->queue_seconds + t->prefill_seconds);
+    printf("\"prefill_tokens_per_second\": %.3f, \"decode_tokens_per_second\": %.3f, "
+           "\"decode_gb_per_second\": %.3f}}\n",
+           cli_rate((double)t->prompt_tokens, t->prefill_seconds),
+           cli_rate((double)(t->output_tokens - 1), t->decode_seconds),
+           cli_rate((double)t->decode_bytes * 1e-9, t->decode_seconds));
+}
+
+static int run_generate(cli_args *a, sala *engine, run_input *in) {
+    generation g = {0};
+    char *logprobs = NULL;
+    size_t logprobs_size = 0;
+    int code = run_prompt(a, engine, in);
+    g.engine = engine;
+    g.print = !a->json;
+    if (a->request.logprobs) g.logprobs = open_memstream(&logprobs, &logprobs_size);
+    if (in->echo && g.print) g.shown = &in->prompt;
+    if (code == CLI_OK) {
+        code = generate(&g, &a->request);
+        if (g.logprobs) fflush(g.logprobs);
+        if (g.finish_reason && a->json) run_json(&g, in, logprobs);
+        // On a terminal the end line must not stand behind the text; elsewhere stdout holds the
+        // text alone.
+        if (g.print && g.text.size && g.text.data[g.text.size - 1] != '\n' && isatty(STDOUT_FILENO))
+            putchar('\n');
+        int unwritten = cli_flush();
+        if (unwritten) code = unwritten;
+        if (g.finish_reason && !cli_quiet) cli_print_timings(&g.timings);
+    }
+    generation_free(&g);
+    free(logprobs);
+    return code;
+}
+
+static int sala_run(int argc, char **argv) {
+    cli_args a;
+    run_input in = {0};
+    sala *engine = NULL;
+    cli_start(&a, &run_command, argc, argv);
+    if (run_arguments(&a, &in) == 0 && (engine = cli_open(&a)) != NULL)
+        a.code = run_generate(&a, engine, &in);
+    sala_close(engine);
+    cli_free(&in.prompt);
+    cli_free(&in.tokens);
+    cli_end(&a);
+    return a.code;
+}
+
+/* ---- chat --------------------------------------------------------------------------------------
+   The sequence stays in the engine from turn to turn and only the new turn is prefilled. A turn in
+   the template is "<|im_start|>ROLE\nTEXT<|im_end|>\n". An answer that ended by <|im_end|> has
+   left that token as the last chosen one, so the next turn begins with the tokens of "\n"; after
+   an answer that ended otherwise <|im_end|> is supplied too. */
+
+enum { CHAT_SYSTEM = CLI_OWN };
+
+static const cli_option chat_options[] = {
+    {CHAT_SYSTEM, "system", "TEXT", "system prompt (default: none)"},
+    {0, NULL, NULL, NULL},
+};
+
+static const char chat_help[] =
+    "/reset       forget the conversation\n"
+    "/system TEXT set the system prompt and forget the conversation\n"
+    "/stats       what the conversation holds and what the last turn cost\n"
+    "/quit        end (so does Ctrl-D)\n"
+    "A backslash at the end of a line continues the message in the next one.\n"
+    "Ctrl-C stops an answer; at the prompt it ends the program.\n";
+
+static const cli_command chat_command = {
+    "chat",
+    "chat [-m DIR] [--system TEXT] [options]\n\n"
+    "A conversation by the model's chat template. It stays in the K/V cache and the states:\n"
+    "each turn reads only what is new. From a pipe every line is a turn. Lines that begin with\n"
+    "/ are commands: /help, /reset, /system TEXT, /stats, /quit.\n",
+    chat_options,
+    CLI_REQUEST | CLI_ENGINE,
+    "  sala chat\n"
+    "  sala chat --system 'Answer in one sentence.' --temp 0.7 -n 1000\n"
+    "  printf 'What does the cow say?\\nWhat is 3 + 4?\\n' | sala chat --quiet\n",
+};
+
+typedef struct chat {
+    cli_args *args;
+    sala *engine;
+    char *system;
+    int64_t sequence; // in the engine; 0: the conversation is empty
+    int64_t length;   // tokens of the conversation, the pending one included
+    int32_t last;     // the pending token: chosen last and not yet processed; -1: none
+    cli_buffer owed;  // int32: what is left of a turn whose reading was interrupted
+    int64_t turns;
+    sala_timings timings; // of the last turn
+} chat;
+
+static void chat_reset(chat *c) {
+    if (c->sequence) sala_release(c->engine, c->sequence, NULL);
+    c->sequence = c->length = c->turns = 0;
+    c->last = -1;
+    cli_free(&c->owed);
+    memset(&c->timings, 0, sizeof c->timings);
+}
+
+// The tokens that turn the conversation so far into one that waits for the answer to `text`.
+static int chat_prompt(chat *c, const char *text, cli_buffer *out, sala_error *err) {
+    static const char end[] = "<|im_end|>\n";
+    int32_t *tokens;
+    int64_t n, skip;
+    int code = 0, empty = c->sequence == 0;
+    cli_append(out, c->owed.data, c->owed.size);
+    if (!empty) {
+        n = sala_tokenize(c->engine, end, strlen(end), SALA_PARSE_SPECIAL, &tokens, err);
+        if (n < 0) return (int)n;
+        skip = n > 0 && c->owed.size == 0 && c->last == tokens[0];
+        cli_append(out, tokens + skip, (size_t)(n - skip) * sizeof *tokens);
+        sala_free(c->engine, tokens);
+    } else if (c->system) {
+        code = add_turn(c->engine, out, "system", c->system, strlen(c->system), 1, 0, err);
+    }
+    if (code < 0) return code;
+    return add_turn(c->engine, out, "user", text, strlen(text), empty && !c->system, 1, err);
+}
+
+// Note what the engine now holds, after a request with `tokens` that ended in whatever way.
+static void chat_note(chat *c, const generation *g, const cli_buffer *tokens) {
+    int64_t pending = c->last >= 0, read = g->timings.prompt_tokens - pending;
+    c->sequence = g->sequence;
+    c->timings = g->timings;
+    c->turns++;
+    cli_free(&c->owed);
+    if (read < 0)
+        read = 0; // cancelled before it began: the pending token still is one
+    else
+        c->last = -1;
+    c->length += read + g->timings.output_tokens;
+    if (g->tokens.size) {
+        memcpy(&c->last, g->tokens.data + g->tokens.size - sizeof c->last, sizeof c->last);
+    } else if (c->sequence) { // interrupted while reading: the rest comes before the next turn
+        size_t done = (size_t)read * sizeof(int32_t);
+        if (done < tokens->size) cli_append(&c->owed, tokens->data + done, tokens->size - done);
+    }
+    if (!c->sequence) chat_reset(c);
+}
+
+// One turn. Returns an exit code only when the program must end, else 0.
+static int chat_turn(chat *c, const char *text) {
+    sala_request request = c->args->request;
+    sala_error err;
+    sala_info info;
+    generation g = {0};
+    cli_buffer tokens = {0};
+    int code = chat_prompt(c, text, &tokens, &err);
+    if (code < 0) {
+        cli_free(&tokens);
+        return cli_fail(CLI_FAILED, "%s", err.text);
+    }
+    sala_get_info(c->engine, &info);
+    request.tokens = (const int32_t *)(void *)tokens.data;
+    request.token_count = (int64_t)(tokens.size / sizeof(int32_t));
+    request.sequence = c->sequence;
+    request.keep = 1;
+    if (!request.max_tokens) request.max_tokens = 256;
+    int64_t room = info.context - c->length - request.token_count;
+    if (request.max_tokens > room) request.max_tokens = room;
+    if (room < 1) {
+        cli_fail(0,
+                 "the context is full: %lld tokens of conversation and %lld of this message do not "
+                 "fit %lld; "
+                 "/reset begins a new conversation, --context N makes room for more",
+                 (long long)c->length, (long long)request.token_count, (long long)info.context);
+        cli_free(&tokens);
+        return CLI_OK;
+    }
+    g.engine = c->engine;
+    g.print = 1;
+    code = generate(&g, &request);
+    if (g.finish_reason) chat_note(c, &g, &tokens);
+    if (code == 128 + SIGINT) code = cli_signal = 0; // it stopped this answer and no more
+    if (code == CLI_FAILED && !g.broken) code = CLI_OK;
+    if (g.text.size && g.text.data[g.text.size - 1] != '\n') putchar('\n');
+    if (cli_flush()) code = CLI_OUTPUT;
+    if (g.finish_reason == SALA_FINISH_LENGTH && !cli_quiet)
+        fprintf(stderr, "sala: (stopped after %lld tokens: --max-tokens or the context)\n",
+                (long long)g.timings.output_tokens);
+    generation_free(&g);
+    cli_free(&tokens);
+    return code;
+}
+
+static void chat_stats(const chat *c) {
+    sala_info i;
+    sala_get_info(c->engine, &i);
+    fprintf(stderr, "turns: %lld; conversation: %lld of %lld tokens\n", (long long)c->turns,
+            (long long)c->length, (long long)i.context);
+    if (!c->turns) return;
+    fprintf(stderr, "last turn: %lld tokens read, %lld written\n",
+            (long long)c->timings.prompt_tokens, (long long)c->timings.output_tokens);
+    cli_print_timings(&c->timings);
+}
+
+// A line that begins with '/'. Returns 1 when it ends the program.
+static int chat_slash(chat *c, const char *line) {
+    size_t word = strcspn(line, " ");
+    const char *rest = line + word + strspn(line + word, " ");
+    if (word == 5 && memcmp(line, "/quit", word) == 0) return 1;
+    if (word == 5 && memcmp(line, "/help", word) == 0) {
+        fputs(chat_help, stderr);
+    } else if (word == 6 && memcmp(line, "/stats", word) == 0) {
+        chat_stats(c);
+    } else if (word == 6 && memcmp(line, "/reset", word) == 0) {
+        chat_reset(c);
+    } else if (word == 7 && memcmp(line, "/system", word) == 0) {
+        free(c->system);
+        c->system = *rest ? cli_copy(rest) : NULL;
+        chat_reset(c);
+    } else {
+        cli_fail(0, "unknown command %.*s; /help lists them", (int)word, line);
+    }
+    return 0;
+}
+
+static int chat_loop(chat *c) {
+    cli_reader reader = {0};
+    cli_buffer message = {0};
+    int code = CLI_OK, terminal = isatty(STDIN_FILENO), got;
+    char *line;
+    if (terminal && !cli_quiet) fprintf(stderr, "Type a message, or /help.\n");
+    for (;;) {
+        if (terminal) fprintf(stderr, "%s", message.size ? "... " : "> ");
+        if ((got = cli_read_line(&reader, &line)) <= 0) break;
+        size_t n = strlen(line);
+        int more = n > 0 && line[n - 1] == '\\';
+        cli_append(&message, line, n - (size_t)more);
+        if (more) cli_append(&message, "\n", 1);
+        if (more) continue;
+        if (message.data[0] == '/' && chat_slash(c, message.data)) break;
+        if (message.data[0] && message.data[0] != '/') code = chat_turn(c, message.data);
+        if (code) break;
+        message.size = 0;
+    }
+    if (terminal && got <= 0) fprintf(stderr, "\n");
+    if (got < 0) code = 128 + (int)cli_signal;
+    cli_free(&reader.data);
+    cli_free(&message);
+    return code;
+}
+
+static int sala_chat(int argc, char **argv) {
+    cli_args a;
+    chat c = {0};
+    int id;
+    cli_start(&a, &chat_command, argc, argv);
+    while ((id = cli_next(&a)) > 0) {
+        free(c.system);
+        c.system = a.value[0] ? cli_copy(a.value) : NULL;
+    }
+    if (id == 0 && a.request.logprobs)
+        a.code = cli_fail(id = CLI_USAGE, "chat does not print log-probabilities");
+    if (id == 0) c.engine = cli_open(&a);
+    c.args = &a;
+    chat_reset(&c);
+    if (c.engine) a.code = chat_loop(&c);
+    chat_reset(&c);
+    sala_close(c.engine);
+    free(c.system);
+    cli_end(&a);
+    return a.code;
+}
+
+/* ---- info ----------------------------------------------------------------------------------- */
+
+enum { INFO_CHECK = CLI_OWN, INFO_TOKENS };
+
+static const cli_option info_options[] = {
+    {INFO_CHECK, "check", NULL, "read every weight: NaN and infinity are errors"},
+    {INFO_TOKENS, "tokens", "TEXT", "show how the tokenizer splits a text"},
+    {CLI_JSON, "json", NULL, "print one JSON object"},
+    {0, NULL, NULL, NULL},
+};
+
+static const cli_command info_command = {
+    "info",
+    "info [-m DIR] [options]\n\n"
+    "What a model is and what running it would take: the plan of every byte, and the longest\n"
+    "context that fits. Nothing is allocated, and a plan that does not fit is shown all the\n"
+    "same. Only --check and --tokens open the model.\n",
+    info_options,
+    CLI_ENGINE,
+    "  sala info\n"
+    "  sala info -m /models/MiniCPM-SALA --context 1M --max-sequences 1 --memory-limit 20G\n"
+    "  sala info --tokens 'Hello, <|im_end|>' --check\n",
+};
+
+enum { INFO_GROUP, INFO_COUNT, INFO_BYTES };
+
+typedef struct info_row {
+    const char *key; // in JSON; NULL: a heading
+    const char *title;
+    int kind;
+    int64_t value;
+} info_row;
+
+// Fill the rows of everything that is a number. Returns their count, at most 48.
+static int info_rows(const sala_info *i, info_row *rows) {
+    const info_row all[] = {
+        {NULL, "Model", INFO_GROUP, 0},
+        {"parameters", "parameters", INFO_COUNT, i->parameters},
+        {"vocab", "vocabulary", INFO_COUNT, i->vocab},
+        {"hidden", "hidden width", INFO_COUNT, i->hidden},
+        {"layers", "layers", INFO_COUNT, i->layers},
+        {"sparse_layers", "  sparse attention", INFO_COUNT, i->sparse_layers},
+        {"lightning_layers", "  lightning attention", INFO_COUNT, i->lightning_layers},
+        {"heads", "sparse: query heads", INFO_COUNT, i->heads},
+        {"kv_heads", "  K/V heads", INFO_COUNT, i->kv_heads},
+        {"head_dim", "  head width", INFO_COUNT, i->head_dim},
+        {"block", "  tokens a block", INFO_COUNT, i->block},
+        {"top_k", "  blocks a token attends to", INFO_COUNT, i->top_k},
+        {"dense_len", "  dense below (tokens)", INFO_COUNT, i->dense_len},
+        {"lightning_heads", "lightning: heads", INFO_COUNT, i->lightning_heads},
+        {"lightning_head_dim", "  head width", INFO_COUNT, i->lightning_head_dim},
+        {"bos", "BOS token (-1: none)", INFO_COUNT, i->bos},
+        {NULL, "Settings", INFO_GROUP, 0},
+        {"context", "context (tokens)", INFO_COUNT, i->context},
+        {"max_sequences", "sequences", INFO_COUNT, i->max_sequences},
+        {"kv_tokens_total", "K/V cache (tokens)", INFO_COUNT, i->kv_tokens_total},
+        {"kv_tokens_reserved", "  in use", INFO_COUNT, i->kv_tokens_reserved},
+        {"chunk", "prefill chunk (tokens)", INFO_COUNT, i->chunk},
+        {"threads", "threads", INFO_COUNT, i->threads},
+        {NULL, "Memory plan", INFO_GROUP, 0},
+        {"weight_bytes", "weights", INFO_BYTES, i->weight_bytes},
+        {"kv_bytes", "K/V cache", INFO_BYTES, i->kv_bytes},
+        {"state_bytes", "lightning states", INFO_BYTES, i->state_bytes},
+        {"pending_bytes", "pending paths", INFO_BYTES, i->pending_bytes},
+        {"scratch_bytes", "scratch", INFO_BYTES, i->scratch_bytes},
+        {"total_bytes", "total", INFO_BYTES, i->total_bytes},
+        {NULL, "Scale", INFO_GROUP, 0},
+        {"kv_bytes_per_token", "K/V cache per token", INFO_BYTES, i->kv_bytes_per_token},
+        {"state_bytes_per_sequence", "states per sequence", INFO_BYTES,
+         i->state_bytes_per_sequence},
+        {"decode_bytes", "read to decode one token", INFO_BYTES, i->decode_bytes},
+        {"longest_context", "longest context that fits", INFO_COUNT, i->longest_context},
+    };
+    memcpy(rows, all, sizeof all);
+    return (int)(sizeof all / sizeof *all);
+}
+
+static void info_print(const sala_info *i, const char *path) {
+    info_row rows[48];
+    char human[32], exact[32];
+    int n = info_rows(i, rows);
+    printf("%-28s %s\n", "path", path);
+    if (i->device) printf("%-28s %s\n", "device", i->device);
+    if (i->weight_format) printf("%-28s %s\n", "weight format", i->weight_format);
+    if (i->chat_template) printf("%-28s %s\n", "chat template", i->chat_template);
+    printf("%-28s %.2f\n", "bits per weight", i->bits_per_weight);
+    for (int k = 0; i->eos && k < i->eos_count; k++)
+        printf("%-28s %d\n", k ? "" : "end tokens", i->eos[k]);
+    for (int r = 0; r < n; r++) {
+        cli_count(rows[r].value, exact);
+        cli_bytes((double)rows[r].value, human);
+        if (rows[r].kind == INFO_GROUP) printf("\n%s\n", rows[r].title);
+        if (rows[r].kind == INFO_COUNT) printf("  %-30s %14s\n", rows[r].title, exact);
+        if (rows[r].kind == INFO_BYTES)
+            printf("  %-30s %14s  (%s bytes)\n", rows[r].title, human, exact);
+    }
+}
+
+static void info_json_word(const char *key, const char *value) {
+    printf("\"%s\": ", key);
+    cli_json_text(stdout, value, value ? strlen(value) : 0);
+    printf(", ");
+}
+
+static void info_json(const sala_info *i, const char *path) {
+    info_row rows[48];
+    int n = info_rows(i, rows);
+    printf("{");
+    info_json_word("version", sala_version());
+    info_json_word("path", path);
+    info_json_word("device", i->device);
+    info_json_word("weight_format", i->weight_format);
+    info_json_word("chat_template", i->chat_template);
+    for (int r = 0; r < n; r++)
+        if (rows[r].key) printf("\"%s\": %lld, ", rows[r].key, (long long)rows[r].value);
+    printf("\"eos\": [");
+    for (int k = 0; i->eos && k < i->eos_count; k++) printf("%s%d", k ? ", " : "", i->eos[k]);
+    printf("], \"sequences_resident\": %d, \"requests_waiting\": %d, \"requests_active\": %d, ",
+           i->sequences_resident, i->requests_waiting, i->requests_active);
+    printf("\"bits_per_weight\": %.6g", i->bits_per_weight);
+}
+
+// Show how a text is split, one token a line or as a JSON array.
+static int info_tokens(sala *engine, const char *text, int json) {
+    sala_error err;
+    int32_t *tokens;
+    int64_t n =
+        sala_tokenize(engine, text, strlen(text), SALA_ADD_BOS | SALA_PARSE_SPECIAL, &tokens, &err);
+    if (n < 0) return cli_fail(CLI_FAILED, "%s", err.text);
+    printf(json ? ", \"tokens\": [" : "\nTokens (%lld)\n", (long long)n);
+    for (int64_t k = 0; k < n; k++) {
+        size_t bytes;
+        char *piece = sala_detokenize(engine, tokens + k, 1, 1, &bytes, NULL);
+        printf(json ? "%s{\"id\": %d, \"text\": " : "%s  %8d  ", json && k ? ", " : "", tokens[k]);
+        cli_json_text(stdout, piece, piece ? bytes : 0);
+        printf(json ? "}" : "\n");
+        sala_free(engine, piece);
+    }
+    if (json) printf("]");
+    sala_free(engine, tokens);
+    return CLI_OK;
+}
+
+// The plan of a model that is not opened: *fits tells whether it would be. Returns an exit code.
+static int info_plan(cli_args *a, const char *path, sala_info *info, int *fits) {
+    sala_error err;
+    int code = sala_plan(path, &a->options, info, &err);
+    *fits = code == 0;
+    if (code == SALA_E_MEMORY && info->total_bytes > 0) {
+        if (!a->json) printf("does not fit: %s\n\n", err.text);
+        return CLI_OK;
+    }
+    return code < 0 ? cli_fail(CLI_FAILED, "%s", err.text) : CLI_OK;
+}
+
+static int info_show(cli_args *a, int check, const char *text) {
+    char room[4096];
+    const char *path = cli_model_path(a->model, room);
+    sala_info info;
+    sala_error err;
+    sala *engine = NULL;
+    int fits = 1;
+    if (!path) return CLI_FAILED;
+    a->model = path;
+    if (!check && !text) {
+        a->code = info_plan(a, path, &info, &fits);
+    } else if ((engine = cli_open(a)) != NULL) {
+        sala_get_info(engine, &info);
+        if (check && sala_check_weights(engine, &err) < 0)
+            a->code = cli_fail(CLI_FAILED, "%s", err.text);
+    }
+    if (a->code != CLI_OK) {
+        sala_close(engine);
+        return a->code;
+    }
+    if (a->json)
+        info_json(&info, path);
+    else
+        info_print(&info, path);
+    if (a->json) printf(", \"fits\": %s", fits ? "true" : "false");
+    if (a->json && check) printf(", \"weights_finite\": true");
+    if (!a->json && check) printf("\nevery weight is a finite number\n");
+    int code = text ? info_tokens(engine, text, a->json) : CLI_OK;
+    if (a->json) printf("}\n");
+    sala_close(engine);
+    return code;
+}
+
+static int sala_info_command(int argc, char **argv) {
+    cli_args a;
+    const char *text = NULL;
+    int check = 0, id;
+    cli_start(&a, &info_command, argc, argv);
+    while ((id = cli_next(&a)) > 0) {
+        if (id == INFO_CHECK) check = 1;
+        if (id == INFO_TOKENS) text = a.value;
+    }
+    if (id == 0) a.code = info_show(&a, check, text);
+    cli_end(&a);
+    return a.code;
+}
+
+/* ---- the program ---------------------------------------------------------------------------- */
+
+static const struct {
+    const char *name;
+    int (*run)(int argc, char **argv);
+    const char *what;
+} commands[] = {
+    {"run", sala_run, "continue a text (alone: tells a story with models/sala-tiny)"},
+    {"chat", sala_chat, "a conversation"},
+    {"info", sala_info_command, "what a model is, and the memory that running it takes"},
+    {"logits", sala_logits, "logits of every position of a token sequence, as a file"},
+    {"eval", sala_eval, "score answers to a set of questions; perplexity of a text"},
+    {"bench", sala_bench, "speed: prefill, decode, many requests"},
+};
+
+static void print_overview(FILE *f) {
+    fprintf(f, "sala %s runs MiniCPM-SALA models.\n\nusage: sala COMMAND [options]\n\n",
+            sala_version());
+    for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
+        fprintf(f, "  %-8s %s\n", commands[i].name, commands[i].what);
+    fprintf(
+        f,
+        "\n`sala help COMMAND` shows its options; `sala --version` prints the version.\n\n"
+        "Environment variables (there are no others)\n"
+        "  SALA_MODEL   the model folder when -m is not given\n\n"
+        "Exit codes\n"
+        "  0 done   1 model or run failed   2 wrong command line   3 output could not be written\n"
+        "  130 interrupted by Ctrl-C (128 + the signal's number)\n");
+}
+
+static int run_command_named(const char *name, int argc, char **argv) {
+    for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
+        if (strcmp(commands[i].name, name) == 0) return commands[i].run(argc, argv);
+    return cli_fail(CLI_USAGE, "unknown command '%s'; `sala help` lists them", name);
+}
+
+static int dispatch(int argc, char **argv) {
+    const char *name = argc > 1 ? argv[1] : "";
+    static char help[] = "--help";
+    if (argc < 2) {
+        print_overview(stderr);
+        return CLI_USAGE;
+    }
+    if (strcmp(name, "--version") == 0) {
+        printf("sala %s\n", sala_version());
+        return CLI_OK;
+    }
+    if (strcmp(name, "help") == 0 || strcmp(name, "--help") == 0 || strcmp(name, "-h") == 0) {
+        char *args[] = {argc > 2 ? argv[2] : NULL, help, NULL};
+        if (argc > 2) return run_command_named(argv[2], 2, args);
+        print_overview(stdout);
+        return CLI_OK;
+    }
+    return run_command_named(name, argc - 1, argv + 1);
+}
+
+int main(int argc, char **argv) {
+    // Where a standard stream is closed, a model file would take its number: put something harmless
+    // there, opened the wrong way round, so that reading or writing fails as it should.
+    for (int fd = 0; fd < 3; fd++)
+        if (fcntl(fd, F_GETFD) < 0) (void)!open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY);
+    cli_catch_signals();
+    int code = dispatch(argc, argv);
+    int unwritten = cli_flush();
+    if (!unwritten && fclose(stdout) != 0)
+        unwritten = cli_fail(CLI_OUTPUT, "cannot write to stdout: %s", strerror(errno));
+    return unwritten ? unwritten : code;
+}

@@ -1,0 +1,591 @@
+#!/bin/sh
+# Tests of the command line, with a POSIX shell and its usual tools only. Runs ./sala (or $SALA)
+# with models/sala-tiny. `sh tests/test_cli.sh [word]` runs the tests whose names contain the word.
+cd "$(dirname "$0")/.." || exit 1
+sala=${SALA:-./sala}
+only=$1
+tiny=models/sala-tiny
+work=$(mktemp -d) || exit 1
+trap 'rm -rf "$work"' EXIT
+unset SALA_MODEL
+LC_ALL=C
+export LC_ALL
+passed=0 failed=0
+
+# ---- helpers ----
+
+# check NAME COMMAND...: the test passes when the command does; what it printed is shown when not.
+check() {
+    name=$1
+    shift
+    case $name in *"$only"*) ;; *) return ;; esac
+    rm -rf "$work" && mkdir "$work" && : >"$work/out" && : >"$work/err" || exit 1
+    if "$@" >"$work/log" 2>&1; then
+        passed=$((passed + 1))
+        echo "ok     $name"
+    else
+        failed=$((failed + 1))
+        echo "FAILED $name"
+        sed 's/^/    /' "$work/log" "$work/err" | head -n 20
+    fi
+}
+
+# exits CODE ARGUMENTS...: run sala with empty input and compare the exit code; stdout goes to
+# $work/out, stderr to $work/err.
+exits() {
+    wanted=$1
+    shift
+    "$sala" "$@" </dev/null >"$work/out" 2>"$work/err"
+    got=$?
+    [ "$got" -eq "$wanted" ] || { echo "sala $*: exit code $got, expected $wanted"; return 1; }
+}
+
+says() { grep -q -e "$1" "$work/err" || { echo "stderr does not say: $1"; return 1; }; }
+prints() { grep -q -e "$1" "$work/out" || { echo "stdout does not say: $1"; return 1; }; }
+silent() { [ ! -s "$work/out" ] || { echo "stdout is not empty"; return 1; }; }
+lines() { # lines N FILE: the file has so many lines
+    [ "$(wc -l <"$2")" -eq "$1" ] || { echo "$2 has $(wc -l <"$2") lines, expected $1"; return 1; }
+}
+field() { sed -n "s/.*\"$1\": \([0-9.]*\).*/\1/p" "$work/out"; } # a number in one line of JSON
+
+# is_json FILE: exactly one JSON value, and nothing else.
+is_json() {
+    awk '
+    BEGIN { number = "^-?(0|[1-9][0-9]*)([.][0-9]+)?([eE][-+]?[0-9]+)?" }
+    function bad(what) { if (!broken) print "not JSON at byte " at ": " what; broken = 1 }
+    function skip() { while (at <= n && index(" \t\r\n", substr(s, at, 1))) at++ }
+    function text() {
+        if (substr(s, at, 1) != "\"") { bad("no string"); return }
+        for (at++; at <= n; at++) {
+            c = substr(s, at, 1)
+            if (c == "\"") { at++; return }
+            if (c < " ") { bad("control character"); return }
+            if (c != "\\") continue
+            c = substr(s, ++at, 1)
+            if (c == "u") {
+                for (i = 1; i < 5; i++)
+                    if (substr(s, at + i, 1) !~ /^[0-9a-fA-F]$/) { bad("\\u"); return }
+                at += 4
+            } else if (!index("\"\\/bfnrt", c)) { bad("escape"); return }
+        }
+        bad("string without end")
+    }
+    function value(depth,    open, c) {
+        skip()
+        c = substr(s, at, 1)
+        if (c == "{" || c == "[") {
+            open = c
+            at++
+            skip()
+            if (substr(s, at, 1) == (open == "{" ? "}" : "]")) { at++; return }
+            while (!broken) {
+                if (open == "{") {
+                    skip()
+                    text()
+                    skip()
+                    if (substr(s, at++, 1) != ":") bad("no colon")
+                }
+                value(depth + 1)
+                skip()
+                c = substr(s, at++, 1)
+                if (c == (open == "{" ? "}" : "]")) return
+                if (c != ",") bad("no comma")
+            }
+        } else if (c == "\"") text()
+        else if (match(substr(s, at, 32), number)) at += RLENGTH
+        else if (match(substr(s, at, 5), /^(true|false|null)/)) at += RLENGTH
+        else bad("no value")
+    }
+    { s = s $0 "\n" }
+    END {
+        n = length(s)
+        at = 1
+        value(0)
+        skip()
+        if (at <= n) bad("more text")
+        exit broken
+    }' "$1"
+}
+
+# until COMMAND...: wait (20 s at most) for it to succeed.
+until_true() {
+    for _ in $(seq 200); do
+        "$@" && return 0
+        sleep 0.1
+    done
+    echo "timed out: $*"
+    return 1
+}
+
+# ended PID CODE: wait for a background sala and compare its exit code.
+ended() {
+    wait "$1"
+    got=$?
+    [ "$got" -eq "$2" ] || { echo "exit code $got, expected $2"; return 1; }
+}
+
+long_run="run -q -p Once --ignore-eos -n 30000"
+
+# ---- usage and exit codes ----
+
+t_help() {
+    exits 0 help && prints 'SALA_MODEL' && prints 'Exit codes' && exits 0 --help &&
+        prints 'usage' &&
+        for c in run chat info logits eval bench; do
+            exits 0 help $c && prints "usage: sala $c" && prints 'Examples' &&
+            exits 0 $c --help || return 1
+        done
+    exits 0 run -h && prints '--max-tokens N' && exits 0 --version && prints '^sala [0-9]'
+}
+t_no_command() { exits 2 && silent && says 'usage: sala COMMAND'; }
+t_unknown_command() { exits 2 frobnicate && silent && says "unknown command 'frobnicate'" &&
+        exits 2 help frobnicate; }
+t_unknown_option() {
+    exits 2 run --promt x && silent && says 'unknown option --promt; did you mean --prompt?' &&
+        exits 2 run --temprature 1 && says 'did you mean --temperature?' && exits 2 run --tmp=1 &&
+        says 'did you mean --temp?' &&
+        exits 2 run --qqqqqqqqqq && says 'sala help run' && exits 2 run -z &&
+        says 'unknown option -z' &&
+        exits 2 info --top-p 1 && says 'unknown option --top-p' &&
+        exits 2 eval --tasks x --seed 1 && says 'unknown option --seed'
+}
+t_bad_values() {
+    exits 2 run -n 0 && says 'max-tokens' && exits 2 run --temp -1 && says 'temperature' &&
+        exits 2 run --temp=x &&
+        exits 2 run --chunk 100 && says '64' && exits 2 run --top-p 2 && exits 2 run --bias 3 &&
+        says 'ID:VALUE' &&
+        exits 2 run --bias 3: && exits 2 run --bias :1 && exits 2 run --bias 3:nan &&
+        exits 2 run --stop-token -1 &&
+        exits 2 run --stop '' && exits 2 run --template alpaca && exits 2 run --threads 1.5 &&
+        exits 2 eval --tasks x --parallel 0 && exits 2 logits --mode sideways &&
+        says 'prefill nor step' && silent
+}
+t_bad_usage() {
+    exits 2 run -p && says '--prompt needs a value' && exits 2 run --json=1 &&
+        says 'takes no value' &&
+        exits 2 run hello && says "unexpected argument 'hello'" && exits 2 run -p a -f b &&
+        exits 2 run --system x &&
+        exits 2 run --logprobs 2 && exits 2 logits --out x && exits 2 eval &&
+        exits 2 eval --tasks a --ppl b &&
+        exits 2 eval --tasks a --window 5 && exits 2 eval --ppl a --out b && silent
+}
+t_missing_model() {
+    exits 1 run -m "$work/none" && silent && says "$work/none" && exits 1 info -m "$work/none" &&
+        says "$work/none" &&
+        exits 1 chat -m "$work/none" &&
+        exits 1 eval -m "$work/none" --tasks $tiny/eval_tasks.jsonl --limit 1 &&
+        mkdir -p "$work/empty" && exits 1 run -m "$work/empty" && says 'config.json'
+}
+t_missing_file() {
+    exits 1 run -f "$work/none" && says "$work/none: cannot open" && silent &&
+        exits 1 run -f "$work" && says 'cannot read' &&
+        exits 1 eval --tasks "$work/none" && exits 1 eval --ppl "$work/none" &&
+        exits 1 logits --tokens "$work/none" --out "$work/x" && [ ! -e "$work/x" ]
+}
+t_model_from_environment() {
+    (
+        export SALA_MODEL
+        SALA_MODEL=$work/none
+        exits 1 run && says "$work/none" && exits 0 run -q -m $tiny -n 3 || exit 1
+        SALA_MODEL=$tiny
+        exits 0 run -n 3 && says "$tiny"
+    )
+}
+t_model_beside_the_program() {
+    here=$(pwd)
+    case $sala in /*) program=$sala ;; *) program=$here/$sala ;; esac
+    mkdir -p "$work/a/models" "$work/b" && cp "$program" "$work/a/sala" &&
+        ln -s "$here/$tiny" "$work/a/models/sala-tiny" &&
+        (cd "$work/b" && "$work/a/sala" run -n 3 >out 2>err) &&
+        grep -q "$work/a/models/sala-tiny" "$work/b/err" &&
+        cp "$program" "$work/b/sala" && (cd "$work/b" &&
+        ./sala run -n 3 >out 2>err; [ $? -eq 1 ]) &&
+        grep -q 'no model: name one with -m DIR' "$work/b/err"
+}
+
+# ---- run ----
+
+t_story() {
+    exits 0 run -n 64 && prints '^Once upon a time there was a brave fox named Pip. [A-Z"]' &&
+        says 'tokens' && says 't/s' &&
+        says "$tiny" && says 'bits per weight' && says 'KV' && says 'longest context' &&
+        says 'dense below 512 tokens' &&
+        lines 2 "$work/err"
+}
+t_golden_text() {
+    text='Tom had a good friend named Finn, who was a turtle. One night Tom heard a strange sound.'
+    grep -q "$text" $tiny/golden.json &&
+        exits 0 run -q -p 'Once upon a time there was a clever boy named Tom.' -n 64 &&
+        [ "$(head -n 1 "$work/out")" = "$text" ] && [ ! -s "$work/err" ]
+}
+t_json() {
+    exits 0 run -q --chat -p 'What does the cow say?' --json && lines 1 "$work/out" &&
+        is_json "$work/out" &&
+        prints '"prompt_tokens": 16, "tokens": \[916, 1524, 643, 679, 273, 2046\], "text": "It says moo."' &&
+        prints '"finish_reason": "stop"' && exits 0 run -q --json -n 5 && is_json "$work/out" &&
+        prints '"finish_reason": "length"' && prints '"output_tokens": 5'
+}
+t_json_of_any_bytes() {
+    printf 'a"b\\c\001\377\nd\000e' >"$work/bytes" &&
+        exits 0 run -q -f "$work/bytes" --json --echo -n 20 --temp 2 --seed 5 &&
+        is_json "$work/out" && prints '"prompt": "a\\"b\\\\c\\u0001\\ufffd\\nd\\u0000e"'
+}
+t_logprobs() {
+    exits 0 run -q -p Once --json -n 3 --logprobs 2 && is_json "$work/out" &&
+        prints '"logprobs": \[{"token": ' &&
+        [ "$(tr '{' '\n' <"$work/out" | grep -c logprob)" -eq 10 ] # 1 name + 3 x (1 + 2)
+}
+t_file_and_stdin() {
+    printf 'The bear said:' >"$work/p" && exits 0 run -q -p 'The bear said:' -n 8 &&
+        cp "$work/out" "$work/a" &&
+        exits 0 run -q -f "$work/p" -n 8 && cmp "$work/out" "$work/a" &&
+        "$sala" run -q -f - -n8 <"$work/p" | cmp - "$work/a"
+}
+t_option_forms() {
+    exits 0 run -q -p Once -n 8 && cp "$work/out" "$work/a" &&
+        exits 0 run --quiet --prompt=Once --max-tokens=8 --temperature=0 --model=$tiny &&
+        cmp "$work/out" "$work/a" &&
+        exits 0 run -q -pOnce -n8 --max-tokens 8 --context 1K && cmp "$work/out" "$work/a"
+}
+t_sampling_options() {
+    exits 0 run -q -p Once -n 12 --temp 1 --seed 3 && cp "$work/out" "$work/a" &&
+        exits 0 run -q -p Once -n 12 --temp 1 --seed 3 && cmp "$work/out" "$work/a" &&
+        exits 0 run -q -p Once -n 12 --temp 1 --seed 4 && ! cmp -s "$work/out" "$work/a" &&
+        exits 0 run -q -p Once -n 12 --temp 1 --top-k 1 && cp "$work/out" "$work/b" &&
+        exits 0 run -q -p Once -n 12 && cmp "$work/out" "$work/b"
+}
+t_stopping() {
+    q='What does the cow say?'
+    exits 0 run -q --chat -p "$q" --stop ' moo' --json && prints '"text": "It says"' &&
+        prints '"stop"' &&
+        exits 0 run -q --chat -p "$q" --stop xyz --stop says --json && prints '"text": "It "' &&
+        exits 0 run -q --chat -p "$q" --stop-token 1524 --json &&
+        prints '"tokens": \[916, 1524\]' &&
+        exits 0 run -q --chat -p "$q" --bias 2046:-inf -n 8 --json && prints '"length"' &&
+        exits 0 run -q --chat -p "$q" --ignore-eos -n 8 --json && prints '2046, ' &&
+        prints '"length"' &&
+        exits 0 run -q --chat -p "$q" --special-text && prints 'moo.<|im_end|>'
+}
+t_system_prompt() {
+    exits 0 run -q --chat -p Hi --json -n 1 && a=$(field prompt_tokens) &&
+        exits 0 run -q --chat --system 'Be kind.' -p Hi --json -n 1 && b=$(field prompt_tokens) &&
+        [ "$b" -gt $((a + 5)) ]
+}
+t_too_long() {
+    exits 1 run -q -p 'Once upon a time' -n 8 --context 10 && silent && says 'context' &&
+        lines 1 "$work/err" &&
+        exits 0 run -q -p 'Once upon a time' -n 8 --context 64
+}
+
+# ---- output that cannot be written ----
+
+t_closed_stdout() {
+    "$sala" run -q -n 5 >&- 2>"$work/err"
+    [ $? -eq 3 ] && says 'cannot write to stdout' && lines 1 "$work/err" || return 1
+    "$sala" help >&- 2>"$work/err"
+    [ $? -eq 3 ] && says 'cannot write to stdout' || return 1
+    # The results file must not get the number of the closed stdout, and the table with it.
+    "$sala" eval -q --tasks $tiny/eval_tasks.jsonl --only math --limit 1 --out "$work/r" >&- 2>"$work/err"
+    [ $? -eq 3 ] && lines 1 "$work/r"
+}
+t_full_disk() {
+    [ -c /dev/full ] || return 0
+    for c in 'run -q -n 5' 'run -q -n 5 --json' 'info' 'info --json' 'help' 'help run' '--version' \
+        "eval -q --tasks $tiny/eval_tasks.jsonl --only math --limit 1"; do
+        "$sala" $c >/dev/full 2>"$work/err" </dev/null
+        got=$?
+        [ $got -eq 3 ] &&
+        says 'cannot write to stdout: No space' || { echo "sala $c: exit code $got"; return 1; }
+    done
+    printf 'What does the cow say?\n' | "$sala" chat -q >/dev/full 2>"$work/err"
+    [ $? -eq 3 ]
+}
+t_broken_pipe() {
+    { "$sala" $long_run 2>"$work/err"; echo $? >"$work/code"; } | head -c 20 >/dev/null
+    [ "$(cat "$work/code")" -eq 3 ] && says 'cannot write to stdout: Broken pipe' &&
+        lines 1 "$work/err"
+}
+
+# ---- Ctrl-C ----
+
+t_interrupt() {
+    "$sala" run -p Once --ignore-eos -n 30000 >"$work/out" 2>"$work/err" &
+    pid=$!
+    until_true test -s "$work/out" && kill -INT $pid && ended $pid 130 && says 't/s' &&
+        lines 2 "$work/err" &&
+        [ "$(wc -c <"$work/out")" -lt 100000 ]
+}
+t_interrupt_json() {
+    "$sala" run -p Once --ignore-eos -n 30000 --json >"$work/out" 2>"$work/err" &
+    pid=$!
+    until_true grep -q 'sala' "$work/err" && sleep 0.5 && kill -INT $pid && ended $pid 130 &&
+        is_json "$work/out" &&
+        prints '"finish_reason": "cancelled"'
+}
+
+# ---- chat ----
+
+chat() { printf "$1" | "$sala" chat $2 >"$work/out" 2>"$work/err"; }
+
+# rendered ANSWER: the conversation of the next two tests up to its second answer, as HF renders it.
+rendered() {
+    printf '<|im_start|>user\nWhat does the cow say?<|im_end|>\n<|im_start|>assistant\n'
+    printf '%s<|im_end|>\n<|im_start|>user\nWhat is 3 + 4?<|im_end|>\n<|im_start|>assistant\n' "$1"
+}
+
+t_chat() {
+    chat 'What does the cow say?\n/stats\nWhat is 3 + 4?\n/stats\n' -q &&
+        printf 'It says moo.\n3 + 4 = 7\n' | cmp - "$work/out" &&
+        says 'turns: 1; conversation: 22 of 32768' && says 'last turn: 16 tokens read, 6 written' &&
+        says 'turns: 2;' || return 1
+    # The second turn reads the pending <|im_end|> and what is new; the whole is what HF renders.
+    new=$(sed -n 's/^last turn: \([0-9]*\) tokens read.*/\1/p' "$work/err" | tail -n 1)
+    whole=$(sed -n 's/^turns: 2; conversation: \([0-9]*\) of.*/\1/p' "$work/err")
+    last=$(sed -n 's/^last turn: [0-9]* tokens read, \([0-9]*\) .*/\1/p' "$work/err" | tail -n 1)
+    rendered 'It says moo.' >"$work/p"
+    exits 0 run -q -f "$work/p" --json && prints '"text": "3 + 4 = 7"' || return 1
+    all=$(field prompt_tokens)
+    echo "read $new, whole $whole, last answer $last, rendered $all"
+    [ "$((whole - last))" -eq "$all" ] && [ "$new" -eq $((all - 22 + 1)) ]
+}
+t_chat_after_length() { # the answer was cut off: <|im_end|> is supplied
+    chat 'What does the cow say?\n/stats\nWhat is 3 + 4?\n/stats\n' '-n 2' &&
+        says 'conversation: 18 of' && says 'max-tokens' &&
+        [ "$(sed -n 2p "$work/out")" = '3 +' ] || return 1
+    rendered 'It says' >"$work/p"
+    whole=$(sed -n 's/^turns: 2; conversation: \([0-9]*\) of.*/\1/p' "$work/err")
+    exits 0 run -q -f "$work/p" --json -n 2 && [ "$((whole - 2))" -eq "$(field prompt_tokens)" ]
+}
+t_chat_commands() {
+    input='What does the cow say?\n/reset\n/stats\n/system Be kind.\nHi\n/stats\n/frob\n/help\n/quit\nHi\n'
+    chat "$input" '-q -n 4' &&
+        says 'turns: 0; conversation: 0 of' && says 'unknown command /frob' &&
+        says '/system TEXT' && lines 2 "$work/out" || return 1
+    read=$(sed -n 's/^last turn: \([0-9]*\) tokens read.*/\1/p' "$work/err")
+    exits 0 run -q --chat --system 'Be kind.' -p Hi --json -n 4 &&
+        [ "$(field prompt_tokens)" -eq "$read" ]
+}
+t_chat_lines() {
+    chat 'What is\\\n3 + 4?\n\n\n/stats\r\n' '-q -n 1' && lines 1 "$work/out" &&
+        says 'turns: 1' || return 1
+    read=$(sed -n 's/^last turn: \([0-9]*\) tokens read.*/\1/p' "$work/err")
+    exits 0 run -q --chat -p 'What is
+3 + 4?' --json -n 1 && [ "$(field prompt_tokens)" -eq "$read" ] || return 1
+    chat 'What is 3 + 4?' -q && prints '3 + 4 = 7' # without a newline at the end
+}
+t_chat_full() {
+    chat 'What does the cow say?\nWhat is 3 + 4?\n/reset\nWhat is 3 + 4?\n' '-q --context 40' &&
+        says 'the context is full' &&
+        says '/reset' && printf 'It says moo.\n3 + 4 = 7\n' | cmp - "$work/out"
+}
+t_chat_interrupt() {
+    mkfifo "$work/in" &&
+        { "$sala" chat --ignore-eos -n 30000 <"$work/in" >"$work/out" 2>"$work/err" & } && pid=$!
+    exec 4>"$work/in"
+    printf 'What does the cow say?\n' >&4
+    until_true test -s "$work/out" && kill -INT $pid && printf '/stats\n' >&4 &&
+        until_true grep -q 'turns: 1' "$work/err" &&
+        printf '/reset\n/stats\n' >&4 && until_true grep -q 'turns: 0' "$work/err" && kill -INT $pid
+    ok=$?
+    ended $pid 130 || ok=1
+    exec 4>&-
+    return $ok
+}
+
+# ---- info ----
+
+t_info() {
+    exits 0 info && prints 'weights .*(16,397,824 bytes)' && prints 'total' &&
+        prints 'longest context that fits' &&
+        prints 'parameters *8,198,912' && [ ! -s "$work/err" ] && exits 0 info --json &&
+        lines 1 "$work/out" && is_json "$work/out" &&
+        prints '"fits": true' &&
+        [ "$(($(field weight_bytes) + $(field kv_bytes) + $(field state_bytes) + $(field pending_bytes) + \
+            $(field scratch_bytes)))" -eq "$(field total_bytes)" ]
+}
+t_info_does_not_fit() {
+    exits 0 info --json --context 1M --memory-limit 10M && is_json "$work/out" &&
+        prints '"fits": false' &&
+        prints '"context": 1048576' && exits 0 info --context 1M --memory-limit 10M &&
+        prints 'does not fit' &&
+        exits 1 run --context 1M --memory-limit 10M && says 'memory\|MiB'
+}
+t_info_check() {
+    exits 0 info -q --check && prints 'finite' &&
+        exits 0 info -q --check --json --tokens 'a "b" <|im_end|>' && is_json "$work/out" &&
+        prints '"weights_finite": true' && prints '"device": "' &&
+        prints '{"id": 2046, "text": "<|im_end|>"}' &&
+        exits 0 info -q --tokens Once && prints 'Tokens ([0-9]*)'
+}
+
+# ---- logits ----
+
+# tokens N FILE: the ids of a text in an order that nobody can guess, N of them, little-endian int32.
+tokens() {
+    "$sala" info -q --json --tokens 'Once upon a time there was a brave fox named Pip, who lived near the river.' |
+        sed 's/.*"tokens"//' | tr '{' '\n' | sed -n 's/^"id": \([0-9]*\),.*/\1/p' |
+        awk -v n="$1" '{ id[NR] = $1 } END { for (i = 0; i < n; i++) { t = id[i * 7 % NR + 1]
+            printf "\\0%o\\0%o\\0000\\0000", t % 256, int(t / 256) } }' >"$work/octal"
+    printf '%b' "$(cat "$work/octal")" >"$2"
+}
+
+# close_floats A B LIMIT: as many floats in both, no difference above the limit; prints the largest.
+close_floats() {
+    for f in "$1" "$2"; do od -An -v -t f4 "$f" | tr -s ' ' '\n' | grep . >"$f.txt"; done
+    awk -v limit="$3" -v other="$2.txt" '
+        {
+            if ((getline b < other) <= 0 || ($1 " " b) ~ /nan|inf/) bad = 1
+            d = $1 < b ? b - $1 : $1 - b
+            if (d > most) most = d
+        }
+        END {
+            if ((getline b < other) > 0) bad = 1
+            print NR " pairs, largest difference " most
+            exit bad || most > limit || NR == 0
+        }' "$1.txt"
+}
+
+t_logits() {
+    tokens 300 "$work/t" && [ "$(wc -c <"$work/t")" -eq 1200 ] &&
+        exits 0 logits -q --tokens "$work/t" --out "$work/a" --chunk 64 &&
+        exits 0 logits -q --tokens "$work/t" --out "$work/b" --chunk 2048 &&
+        cmp "$work/a" "$work/b" &&
+        [ "$(wc -c <"$work/a")" -eq $((300 * 2048 * 4)) ] &&
+        [ "$(ls "$work" | grep -c tmp-)" -eq 0 ] && silent &&
+        exits 0 logits -q --tokens "$work/t" --out "$work/s" --mode step &&
+        [ "$(wc -c <"$work/s")" -eq $((300 * 2048 * 4)) ] &&
+        ! cmp -s "$work/a" "$work/s"
+}
+t_logits_step_agrees() {
+    tokens 120 "$work/t" && exits 0 logits -q --tokens "$work/t" --out "$work/a" --dense-len 0 &&
+        exits 0 logits -q --tokens "$work/t" --out "$work/b" --mode step --dense-len 0 &&
+        close_floats "$work/a" "$work/b" 0.75
+}
+t_logits_extras() {
+    tokens 100 "$work/t" &&
+        exits 0 logits -q --tokens "$work/t" --out "$work/a" --hidden "$work/h" --blocks "$work/b" &&
+        [ "$(wc -c <"$work/h")" -eq $((10 * 100 * 256 * 4)) ] && [ "$(wc -c <"$work/b")" -gt 0 ] &&
+        exits 0 logits -q --tokens "$work/t" --out "$work/a2" --hidden "$work/h2" --blocks "$work/b2" --chunk 64 &&
+        cmp "$work/h" "$work/h2" && cmp "$work/b" "$work/b2"
+}
+t_logits_bad_input() {
+    printf 'abc' >"$work/t" && exits 1 logits --tokens "$work/t" --out "$work/x" &&
+        says '3 bytes' && : >"$work/t" &&
+        exits 1 logits --tokens "$work/t" --out "$work/x" && printf '\377\377\377\177' >"$work/t" &&
+        exits 1 logits -q --tokens "$work/t" --out "$work/x" && says 'vocabulary' &&
+        [ ! -e "$work/x" ] &&
+        tokens 3 "$work/t" && exits 3 logits -q --tokens "$work/t" --out "$work/none/x" &&
+        says 'cannot create' || return 1
+    [ ! -c /dev/full ] || { exits 3 logits -q --tokens "$work/t" --out /dev/full &&
+        says 'No space' && [ -c /dev/full ]; }
+}
+t_logits_interrupted() { # no file, whole or partial, is left behind; an older one stays as it was
+    tokens 6000 "$work/t" && mkdir -p "$work/d" && echo old >"$work/d/x" || return 1
+    for signals in 1 2; do
+        "$sala" logits -q --tokens "$work/t" --out "$work/d/x" --mode step >"$work/out" 2>"$work/err" &
+        pid=$!
+        until_true sh -c "ls '$work/d' | grep -q tmp-" && kill -INT $pid || return 1
+        [ $signals -eq 1 ] || kill -INT $pid 2>/dev/null
+        ended $pid 130 && [ "$(ls "$work/d")" = x ] && [ "$(cat "$work/d/x")" = old ] || return 1
+    done
+}
+
+# ---- eval ----
+
+pick() { grep -E "\"task\": \"($1)\"" $tiny/eval_tasks.jsonl; }
+
+t_eval() {
+    exits 0 eval -q --tasks $tiny/eval_tasks.jsonl --only math &&
+        prints '^math  *8  100.0%  100.0%  100.0%  *0' &&
+        prints '^all  *8 ' &&
+        exits 0 eval -q --tasks $tiny/eval_tasks.jsonl --only fact --limit 3 --json &&
+        is_json "$work/out" &&
+        prints '"fact": {"n": 3, "score": 1, "exact": 1, "ended": 1, "loops": 0,' &&
+        prints '"ori": 100.0000, "overall": 100.00'
+}
+t_eval_rules() { # the model answers "It says moo."
+    q='"question": "What does the cow say?"'
+    {
+        printf '{"task":"niah",%s,"gold":["baa","MOO"]}\n\n' "$q"
+        printf '{"task":"cwe",%s,"gold":["moo","baa"]}\n' "$q"
+        printf '{"task":"own",%s,"gold":"it SAYS","target":"It says moo","x":[1]}\n' "$q"
+        printf '{"task":"mcq",%s,"gold":"A"}' "$q"
+    } >"$work/t.jsonl"
+    exits 0 eval -q --tasks "$work/t.jsonl" --json && is_json "$work/out" &&
+        prints '"niah": {"n": 1, "score": 1, "exact": null' &&
+        prints '"cwe": {"n": 1, "score": 0.5,' &&
+        prints '"own": {"n": 1, "score": 1, "exact": 0,' &&
+        prints '"mcq": {"n": 1, "score": 0,' && prints '"all": {"n": 4, "score": 0.625,' &&
+        prints '"ori": 62.5000, "overall": 78.12\|78.13'
+}
+t_eval_same_in_parallel() {
+    pick 'math|fact' >"$work/t.jsonl"
+    exits 0 eval -q --tasks "$work/t.jsonl" --parallel 1 --out "$work/1" &&
+        exits 0 eval -q --tasks "$work/t.jsonl" --out "$work/8" &&
+        lines 17 "$work/8" && sort "$work/1" >"$work/1s" && sort "$work/8" | cmp - "$work/1s"
+}
+t_eval_bad_tasks() {
+    : >"$work/t.jsonl" && exits 1 eval -q --tasks "$work/t.jsonl" && says 'no questions' &&
+        printf '{"task": "a", "question": "b", "gold": "c"}\n{oops\n' >"$work/t.jsonl" &&
+        exits 1 eval -q --tasks "$work/t.jsonl" &&
+        says 't.jsonl:2: not valid JSON at byte 1' &&
+        echo '{"task": "a", "gold": "c"}' >"$work/t.jsonl" &&
+        exits 1 eval -q --tasks "$work/t.jsonl" && says 't.jsonl:1: needs task' && silent &&
+        exits 1 eval -q --tasks $tiny/eval_tasks.jsonl --only needle --context 512 &&
+        says 'do not fit the context'
+}
+t_eval_resume() {
+    pick 'math|fact|json|freq|common|copy|reverse|count' >"$work/t.jsonl"
+    count=$(wc -l <"$work/t.jsonl")
+    "$sala" eval -q --tasks "$work/t.jsonl" --out "$work/r" --parallel 1 >"$work/out" 2>"$work/err" &
+    pid=$!
+    until_true sh -c "[ -s '$work/r' ] && [ \$(wc -l <'$work/r') -ge 2 ]" && kill -INT $pid &&
+        ended $pid 130 && silent &&
+        says 'interrupted with [0-9]* of' || return 1
+    have=$(wc -l <"$work/r")
+    [ "$have" -lt "$count" ] && printf '{"index": 99, "key": "0' >>"$work/r" &&
+        exits 0 eval -q --tasks "$work/t.jsonl" --out "$work/r" --json && is_json "$work/out" &&
+        lines "$count" "$work/r" &&
+        prints "\"resumed\": $have," && cp "$work/r" "$work/r1" &&
+        exits 0 eval -q --tasks "$work/t.jsonl" --out "$work/r" --json &&
+        prints "\"resumed\": $count," && cmp "$work/r" "$work/r1" &&
+        exits 0 eval -q --tasks "$work/t.jsonl" --json --parallel 1 &&
+        prints '"resumed": 0,' || return 1
+    while read -r line; do printf '%s\n' "$line" >"$work/line" &&
+        is_json "$work/line" || return 1; done <"$work/r"
+}
+t_eval_refuses_others() {
+    pick math >"$work/t.jsonl" &&
+        exits 0 eval -q --tasks "$work/t.jsonl" --out "$work/r" --limit 2 &&
+        cp "$work/r" "$work/r1" &&
+        exits 1 eval -q --tasks "$work/t.jsonl" --out "$work/r" -n 9 &&
+        says 'r:1: a result of another model' &&
+        pick fact >"$work/t.jsonl" && exits 1 eval -q --tasks "$work/t.jsonl" --out "$work/r" &&
+        says 'another file' &&
+        cmp "$work/r" "$work/r1" &&
+        exits 3 eval -q --tasks "$work/t.jsonl" --out "$work/none/r" --limit 1 &&
+        says 'cannot write' ||
+        return 1
+    [ ! -c /dev/full ] || { exits 3 eval -q --tasks "$work/t.jsonl" --out /dev/full --limit 1 &&
+        says 'No space'; }
+}
+t_perplexity() {
+    "$sala" run -q -n 200 --ignore-eos >"$work/p" && exits 0 eval -q --ppl "$work/p" --json &&
+        is_json "$work/out" &&
+        n=$(field tokens) && [ "$(field windows)" -eq 1 ] &&
+        [ "$(field bytes)" -eq "$(wc -c <"$work/p")" ] &&
+        awk -v x="$(field nats_per_token)" 'BEGIN { exit !(x > 0.02 && x < 2) }' && a=$(field nats_per_token) &&
+        exits 0 eval -q --ppl "$work/p" --json --chunk 64 && [ "$(field nats_per_token)" = "$a" ] &&
+        exits 0 eval -q --ppl "$work/p" --window 100 --json && [ "$(field tokens)" -eq "$n" ] &&
+        [ "$(field windows)" -eq $(((n + 98) / 99)) ] && exits 0 eval -q --ppl "$work/p" &&
+        prints '^bits per byte' &&
+        : >"$work/p" && exits 1 eval -q --ppl "$work/p" && says 'too short'
+}
+
+# ---- all of them ----
+
+for test in $(sed -n 's/^\(t_[a-z_]*\)() .*/\1/p' tests/test_cli.sh); do
+    check "${test#t_}" "$test"
+done
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]

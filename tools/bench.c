@@ -1,0 +1,311 @@
+/*  bench.c - `sala bench`: how fast the engine is on this machine, beside what the machine can do.
+
+    Included by main.c. Every repetition measures, one after the other and in the same process, the read bandwidth,
+    one prompt with its answer, and (with --gemm and for the prefill yardstick) OpenBLAS on the model's own
+    shapes; the best of all repetitions counts for each, because on a shared machine a pass can only be slowed
+    down. Shapes come from the engine's bound weights, so this file reads the engine's inside. */
+#include "roofline.h"
+
+enum { BENCH_PROMPT = CLI_OWN, BENCH_GEN, BENCH_REPEAT, BENCH_PARALLEL, BENCH_GEMM, BENCH_NO_ROOFLINE };
+
+static const cli_option bench_options[] = {
+    {BENCH_PROMPT, "prompt-tokens", "N", "length of the random prompt (default 512)"},
+    {BENCH_GEN, "gen-tokens", "N", "tokens to generate after it (default 64)"},
+    {BENCH_PARALLEL, "parallel", "N", "sequences at once, each with such a prompt (default 1)"},
+    {BENCH_REPEAT, "repeat", "N", "repetitions; the best counts, the median is shown (default 5)"},
+    {BENCH_GEMM, "gemm", NULL, "the model's matrix products alone, by shape and number of rows"},
+    {BENCH_NO_ROOFLINE, "no-roofline", NULL, "do not measure read bandwidth and OpenBLAS"},
+    {CLI_JSON, "json", NULL, "print one JSON object"},
+    {0, NULL, NULL, NULL},
+};
+
+static const cli_command bench_command = {
+    "bench",
+    "bench [-m DIR | --synthetic -m CONFIG.json] [options]\n\n"
+    "Prefills a random prompt and decodes after it, several times. Decode is compared with the machine's read\n"
+    "bandwidth, prefill with the rate at which OpenBLAS (if libopenblas.so.0 is installed) multiplies FP32\n"
+    "matrices of the same shapes on as many threads; both are measured between the repetitions.\n",
+    bench_options,
+    CLI_ENGINE,
+    "  sala bench\n"
+    "  sala bench --synthetic -m bench/configs/synthetic-1b.json --prompt-tokens 1024\n"
+    "  sala bench --synthetic -m bench/configs/synthetic-1b.json --gemm\n",
+};
+
+#define BENCH_REPEATS 100
+#define BENCH_SHAPES 32
+
+typedef struct bench_shape { // one distinct matrix product of a forward pass
+    int n, k, count;
+    const sala_weight *weight;
+    double blas; // best OpenBLAS seconds of one product
+} bench_shape;
+
+typedef struct bench {
+    int64_t prompt, gen, parallel, repeat;
+    int gemm, roofline;
+    sala *engine;
+    bench_shape shapes[BENCH_SHAPES];
+    int shape_count, blas_rows;
+    roofline_blas blas;
+    unsigned char *buffer; // read to measure the bandwidth
+    size_t buffer_bytes;
+    double read[BENCH_REPEATS], prefill[BENCH_REPEATS], decode[BENCH_REPEATS], bytes[BENCH_REPEATS]; // rates a second
+    int done;
+} bench;
+
+static void bench_add_shape(bench *b, const sala_weight *w) {
+    if (!w->data) return;
+    for (int i = 0; i < b->shape_count; i++)
+        if (b->shapes[i].n == w->n && b->shapes[i].k == w->k) {
+            b->shapes[i].count++;
+            return;
+        }
+    if (b->shape_count == BENCH_SHAPES) return;
+    bench_shape s = {w->n, w->k, 1, w, 0};
+    b->shapes[b->shape_count++] = s;
+}
+
+static void bench_find_shapes(bench *b) { // the linear layers: all that a prompt's tokens go through
+    for (int l = 0; l < b->engine->config.dims.layers; l++) {
+        const sala__layer *w = &b->engine->weights.layers[l];
+        const sala_weight *all[] = {&w->q, &w->k, &w->v, &w->gate, &w->o, &w->mlp_gate, &w->mlp_up, &w->mlp_down};
+        for (int i = 0; i < 8; i++) bench_add_shape(b, all[i]);
+    }
+}
+
+static double bench_flops(const bench *b) { // of one token in the linear layers
+    double sum = 0;
+    for (int i = 0; i < b->shape_count; i++) sum += 2.0 * b->shapes[i].n * (double)b->shapes[i].k * b->shapes[i].count;
+    return sum;
+}
+
+static double bench_best(const double *x, int n) {
+    double best = 0;
+    for (int i = 0; i < n; i++) best = fmax(best, x[i]);
+    return best;
+}
+
+static int bench_order(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double bench_median(const double *x, int n) {
+    double sorted[BENCH_REPEATS];
+    memcpy(sorted, x, (size_t)n * sizeof *x);
+    qsort(sorted, (size_t)n, sizeof *sorted, bench_order);
+    return n ? sorted[n / 2] : 0;
+}
+
+// All sequences once; the rates of the whole batch. Returns an exit code.
+static int bench_once(bench *b, const int32_t *tokens) {
+    sala_error err;
+    sala_event e;
+    double prompt_end = 0, begin = cli_now(), end, bytes = 0, decode_tokens = 0;
+    int step;
+    for (int64_t i = 0; i < b->parallel; i++) {
+        sala_request ask;
+        memset(&ask, 0, sizeof ask);
+        ask.tokens = tokens;
+        ask.token_count = b->prompt;
+        ask.max_tokens = b->gen + 1; // the first comes from prefill
+        ask.ignore_eos = 1;
+        if (sala_submit(b->engine, &ask, &err) < 0) return cli_fail(CLI_FAILED, "%s", err.text);
+    }
+    while ((step = sala_step(b->engine, &err)) > 0) {
+        int decoding = 1;
+        double now = cli_now();
+        while (sala_next_event(b->engine, &e)) {
+            if (e.type == SALA_EVENT_PREFILL) decoding = 0;
+            if (e.type == SALA_EVENT_FINISH) bytes = fmax(bytes, (double)e.timings.decode_bytes);
+            if (e.type == SALA_EVENT_TOKEN && decoding && prompt_end > 0) decode_tokens++;
+            if (e.type == SALA_EVENT_FINISH && b->parallel == 1) {
+                b->prefill[b->done] = (double)b->prompt / e.timings.prefill_seconds;
+                b->decode[b->done] = (double)b->gen / e.timings.decode_seconds;
+                b->bytes[b->done] = bytes / e.timings.decode_seconds;
+            }
+        }
+        if (!decoding) prompt_end = now;
+        if (cli_signal) return 128 + (int)cli_signal;
+    }
+    if (step < 0) return cli_fail(CLI_FAILED, "%s", err.text);
+    end = cli_now();
+    if (b->parallel > 1) { // steps that only decode, after the last prompt
+        b->prefill[b->done] = (double)(b->prompt * b->parallel) / (prompt_end - begin);
+        b->decode[b->done] = decode_tokens / (end - prompt_end);
+        b->bytes[b->done] = bytes / (double)b->gen * (decode_tokens / (double)b->parallel) / (end - prompt_end);
+    }
+    return CLI_OK;
+}
+
+static void bench_yardsticks(bench *b) { // one pass of each
+    int threads = b->engine->options.threads;
+    if (!b->roofline) return;
+    b->read[b->done] = roofline_read(b->buffer, b->buffer_bytes, threads, 1);
+    for (int i = 0; b->blas.library && i < b->shape_count; i++) {
+        bench_shape *s = &b->shapes[i];
+        double rate = roofline_sgemm(&b->blas, b->blas_rows, s->n, s->k, threads, 2);
+        double seconds = rate > 0 ? 2.0 * b->blas_rows * s->n * (double)s->k / rate : 0;
+        if (seconds > 0 && (s->blas == 0 || seconds < s->blas)) s->blas = seconds;
+    }
+}
+
+static double bench_blas_rate(const bench *b) { // FP32 operations a second over all linear layers
+    double seconds = 0;
+    for (int i = 0; i < b->shape_count; i++) seconds += b->shapes[i].blas * b->shapes[i].count;
+    return seconds > 0 ? bench_flops(b) * b->blas_rows / seconds : 0;
+}
+
+static void bench_print(const bench *b, int json) {
+    double read = bench_best(b->read, b->done), blas = bench_blas_rate(b), flops = bench_flops(b);
+    double prefill = bench_best(b->prefill, b->done), decode = bench_best(b->decode, b->done);
+    double bytes = bench_best(b->bytes, b->done);
+    if (json) {
+        sala_info i;
+        sala_get_info(b->engine, &i);
+        printf("{\"device\": \"%s\", \"parameters\": %lld, \"prompt_tokens\": %lld, \"gen_tokens\": %lld, \"parallel\": %lld, ",
+               i.device, (long long)i.parameters, (long long)b->prompt, (long long)b->gen, (long long)b->parallel);
+        printf("\"repeat\": %d, \"prefill_tokens_per_second\": %.3f, \"prefill_median\": %.3f, \"prefill_gflops\": %.3f, ", b->done,
+               prefill, bench_median(b->prefill, b->done), prefill * flops * 1e-9);
+        printf("\"decode_tokens_per_second\": %.3f, \"decode_median\": %.3f, \"decode_gb_per_second\": %.3f, ", decode,
+               bench_median(b->decode, b->done), bytes * 1e-9);
+        printf("\"read_gb_per_second\": %.3f, \"openblas_gflops\": %.3f, \"openblas_core\": \"%s\"}\n", read * 1e-9, blas * 1e-9,
+               b->blas.library ? b->blas.core : "");
+        return;
+    }
+    printf("prefill  %lld x %lld tokens: %.1f t/s (median %.1f), %.1f GFLOP/s in the linear layers", (long long)b->parallel,
+           (long long)b->prompt, prefill, bench_median(b->prefill, b->done), prefill * flops * 1e-9);
+    if (blas > 0)
+        printf(" = %.0f %% of OpenBLAS sgemm (%s kernels, %.1f GFLOP/s at %d rows)", 100 * prefill * flops / blas, b->blas.core,
+               blas * 1e-9, b->blas_rows);
+    printf("\ndecode   %lld x %lld tokens: %.2f t/s (median %.2f), %.2f GB/s", (long long)b->parallel, (long long)b->gen, decode,
+           bench_median(b->decode, b->done), bytes * 1e-9);
+    if (read > 0) printf(" = %.0f %% of the read bandwidth (%.2f GB/s)", 100 * bytes / read, read * 1e-9);
+    printf("\n");
+}
+
+// ---- --gemm: the products alone ----
+
+static double bench_product(bench *b, const sala_weight *w, int rows, const sala_act *x, sala_act *y) { // best seconds
+    sala_gemm_args a;
+    memset(&a, 0, sizeof a);
+    a.rows = rows;
+    a.count = 1;
+    a.x = x;
+    a.w[0] = *w;
+    a.y[0] = y;
+    double best = 1e30;
+    for (int64_t i = 0; i < b->repeat; i++) {
+        if (b->roofline) roofline_read(b->buffer, b->buffer_bytes, b->engine->options.threads, 1); // empty the caches
+        double start = cli_now();
+        sala__op_gemm(&b->engine->cpu, &a);
+        best = fmin(best, cli_now() - start);
+    }
+    return best;
+}
+
+static int bench_gemm(bench *b) {
+    static const int rows[] = {1, 2, 4, 8, 16, 64, 512, 2048};
+    int threads = b->engine->options.threads;
+    double read = b->roofline ? roofline_read(b->buffer, b->buffer_bytes, threads, 5) : 0;
+    printf("read bandwidth %.2f GB/s; multiply-add peak %.0f GFLOP/s; OpenBLAS %s\n", read * 1e-9, roofline_fma(threads, 3) * 1e-9,
+           b->blas.library ? b->blas.core : "not found");
+    printf("%8s %8s %6s %12s %10s %10s %12s\n", "n", "k", "rows", "ms", "GB/s", "GFLOP/s", "of OpenBLAS");
+    for (int i = 0; i < b->shape_count; i++) {
+        const bench_shape *s = &b->shapes[i];
+        sala_act *x = (sala_act *)cli_resize(NULL, 2048 * (size_t)s->k * sizeof(sala_act));
+        sala_act *y = (sala_act *)cli_resize(NULL, 2048 * (size_t)s->n * sizeof(sala_act));
+        for (size_t j = 0; j < 2048 * (size_t)s->k; j++) x[j] = sala_store((float)(j * 2654435761u % 2048) / 1024.0f - 1.0f);
+        for (int r = 0; r < (int)(sizeof rows / sizeof *rows) && !cli_signal; r++) {
+            double seconds = bench_product(b, s->weight, rows[r], x, y), flops = 2.0 * rows[r] * s->n * (double)s->k;
+            double weight = (double)s->n * s->k * (s->weight->format == SALA_F32 ? 4 : 2);
+            printf("%8d %8d %6d %12.3f %10.2f %10.1f", s->n, s->k, rows[r], seconds * 1e3, weight / seconds * 1e-9,
+                   flops / seconds * 1e-9);
+            if (b->blas.library) {
+                double rate = roofline_sgemm(&b->blas, rows[r], s->n, s->k, threads, (int)b->repeat);
+                printf(" %10.0f %%", 100 * flops / seconds / rate);
+            }
+            printf("\n");
+            if (cli_flush()) break;
+        }
+        free(x);
+        free(y);
+    }
+    return cli_signal ? 128 + (int)cli_signal : cli_flush();
+}
+
+// ---- the command ----
+
+static int bench_run(bench *b, cli_args *a) {
+    int code = CLI_OK;
+    int32_t *tokens = (int32_t *)cli_resize(NULL, (size_t)b->prompt * sizeof *tokens);
+    uint32_t vocab = (uint32_t)b->engine->config.dims.vocab;
+    for (int64_t i = 0; i < b->prompt; i++) tokens[i] = (int32_t)((uint32_t)(i + 1) * 2654435761u / 65536 % vocab);
+    bench_find_shapes(b);
+    b->blas_rows = (int)(b->prompt < b->engine->options.chunk ? b->prompt : b->engine->options.chunk);
+    if (b->roofline) {
+        b->buffer_bytes = (size_t)1 << 29;
+        b->buffer = (unsigned char *)cli_resize(NULL, b->buffer_bytes);
+        memset(b->buffer, 1, b->buffer_bytes);
+        if (!roofline_blas_open(&b->blas)) fprintf(stderr, "sala: no libopenblas.so.0: prefill has no yardstick\n");
+        if (b->blas.library && getenv("OPENBLAS_CORETYPE"))
+            fprintf(stderr, "sala: warning: OPENBLAS_CORETYPE is set: OpenBLAS may not use its best kernels\n");
+    }
+    if (b->gemm) {
+        code = bench_gemm(b);
+    } else {
+        double start = cli_now();
+        for (; b->done < b->repeat && code == CLI_OK; b->done++) {
+            bench_yardsticks(b);
+            if ((code = bench_once(b, tokens)) != CLI_OK) break;
+            cli_progress_since("measuring", (double)(b->done + 1) / (double)b->repeat, start);
+        }
+        cli_progress_clear();
+        if (code == CLI_OK) bench_print(b, a->json);
+        if (code == CLI_OK) code = cli_flush();
+    }
+    roofline_blas_close(&b->blas);
+    free(b->buffer);
+    free(tokens);
+    return code;
+}
+
+static int sala_bench(int argc, char **argv) {
+    cli_args a;
+    bench *b = (bench *)cli_resize(NULL, sizeof *b);
+    int id;
+    memset(b, 0, sizeof *b);
+    b->prompt = 512;
+    b->gen = 64;
+    b->parallel = 1;
+    b->repeat = 5;
+    b->roofline = 1;
+    cli_start(&a, &bench_command, argc, argv);
+    while ((id = cli_next(&a)) > 0) {
+        int code = CLI_OK;
+        if (id == BENCH_PROMPT) code = cli_integer("prompt-tokens", a.value, 1, 1 << 24, &b->prompt);
+        if (id == BENCH_GEN) code = cli_integer("gen-tokens", a.value, 1, 1 << 20, &b->gen);
+        if (id == BENCH_PARALLEL) code = cli_integer("parallel", a.value, 1, 256, &b->parallel);
+        if (id == BENCH_REPEAT) code = cli_integer("repeat", a.value, 1, BENCH_REPEATS, &b->repeat);
+        if (id == BENCH_GEMM) b->gemm = 1;
+        if (id == BENCH_NO_ROOFLINE) b->roofline = 0;
+        if (code == CLI_OK) continue;
+        a.code = code;
+        id = -1;
+        break;
+    }
+    if (id == 0) {
+        int64_t need = b->prompt + b->gen + 1;
+        if (!a.options.context) a.options.context = need;
+        if (!a.options.max_sequences) a.options.max_sequences = (int)b->parallel;
+        if (!a.options.kv_tokens) a.options.kv_tokens = (need + 64) * b->parallel;
+        if (a.options.kv_tokens < a.options.context) a.options.kv_tokens = a.options.context;
+        b->engine = cli_open(&a);
+        if (b->engine) a.code = bench_run(b, &a);
+        sala_close(b->engine);
+    }
+    free(b);
+    cli_end(&a);
+    return a.code;
+}
