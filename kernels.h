@@ -1,8 +1,10 @@
-/*  kernels.h - the contract between host and device: valid C, C++ and CUDA (NVRTC, no include path).
+/*  kernels.h - the contract between host and device: valid C, C++ and CUDA (NVRTC, no include
+    path).
 
-    In it stand the number formats, the constants that both sides must agree on, one argument struct per
-    operation, and the list of all operations. An operation has two bodies that compute the same thing: a
-    plain C function in sala.h (the definition, and the CPU back end) and a kernel in sala.cu.
+    In it stand the number formats, the constants that both sides must agree on, one argument struct
+    per operation, and the list of all operations. An operation has two bodies that compute the same
+    thing: a plain C function in sala.h (the definition, and the CPU back end) and a kernel in
+    sala.cu.
 
     Shapes are written behind each pointer, row-major, the last index fastest. `act` is the type of
     activations, K/V and compressed keys between operations: BF16 bits, as the released model.
@@ -57,7 +59,8 @@ SALA_FN uint16_t sala_f32_bf16(float x) {
     return (uint16_t)((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
 }
 
-// F16 (IEEE binary16). Scaling by 2^112 moves its exponent range onto FP32's and handles subnormals.
+// F16 (IEEE binary16). Scaling by 2^112 moves its exponent range onto FP32's and handles
+// subnormals.
 SALA_FN float sala_f16_f32(uint16_t h) {
     uint32_t magnitude = (uint32_t)(h & 0x7FFFu) << 13, sign = (uint32_t)(h & 0x8000u) << 16;
     if (magnitude >= 0x0F800000u) return sala_bits_f32(sign | 0x70000000u | magnitude); // Inf, NaN
@@ -84,7 +87,8 @@ SALA_FN float sala_e4m3_f32(uint8_t b) {
     return sala_bits_f32(sign | (e + 120u) << 23 | m << 20);
 }
 
-// Round to nearest, ties to even, saturating at 448 (as cvt.rn.satfinite.e4m3x2.f32); NaN gives 0x7F.
+// Round to nearest, ties to even, saturating at 448 (as cvt.rn.satfinite.e4m3x2.f32); NaN gives
+// 0x7F.
 SALA_FN uint8_t sala_f32_e4m3(float x) {
     uint32_t u = sala_f32_bits(x), sign = (u >> 24) & 0x80u, m = u & 0x7FFFFFFFu;
     if (m > 0x7F800000u) return (uint8_t)(sign | 0x7Fu);
@@ -97,7 +101,8 @@ SALA_FN uint8_t sala_f32_e4m3(float x) {
     return (uint8_t)(sign | ((m - 0x3C000000u) >> 20));
 }
 
-// E2M1: 0 0.5 1 1.5 2 3 4 6 and their negatives; nearest, ties to even, saturating. Callers refuse NaN first.
+// E2M1: 0 0.5 1 1.5 2 3 4 6 and their negatives; nearest, ties to even, saturating. Callers refuse
+// NaN first.
 SALA_FN float sala_e2m1_f32(uint8_t code) {
     uint32_t sign = (uint32_t)(code & 8u) << 28, e = (uint32_t)(code >> 1) & 3u, m = code & 1u;
     float a = e == 0 ? 0.5f * (float)m : sala_bits_f32((e + 126u) << 23 | m << 22);
@@ -106,12 +111,13 @@ SALA_FN float sala_e2m1_f32(uint8_t code) {
 
 SALA_FN uint8_t sala_f32_e2m1(float x) {
     float a = x < 0 ? -x : x;
-    int code = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
+    int code = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) +
+               (a > 5.0f);
     return (uint8_t)((sala_f32_bits(x) >> 28 & 8u) | (uint32_t)code);
 }
 
-// Activations. SALA_ACT_FP32 is for tests alone: it shows that the arithmetic, without BF16's rounding, meets
-// the float64 reference.
+// Activations. SALA_ACT_FP32 is for tests alone: it shows that the arithmetic, without BF16's
+// rounding, meets the float64 reference.
 #ifdef SALA_ACT_FP32
 typedef float sala_act;
 SALA_FN float sala_load(sala_act x) {
@@ -135,11 +141,13 @@ SALA_FN float sala_round(float x) { // to the activation type and back
 
 // ---- constants of both sides ----
 
-#define SALA_TILE 64       // tokens of a prefill tile: cut at a segment's start and at absolute multiples of it
-#define SALA_MAX_PATH 16   // longest path of a verify tree, root included; also the longest pending path
-#define SALA_MAX_ROWS 256  // rows of one verify pass
-#define SALA_GEMM_K 512    // a dot product is a sum, in order, of partial sums over this many elements
-#define SALA_LANES 16      // each of which is 16 interleaved fma chains, folded as a tree 8, 4, 2, 1
+#define SALA_TILE                                                                                  \
+    64 // tokens of a prefill tile: cut at a segment's start and at absolute multiples of it
+#define SALA_MAX_PATH                                                                              \
+    16 // longest path of a verify tree, root included; also the longest pending path
+#define SALA_MAX_ROWS 256 // rows of one verify pass
+#define SALA_GEMM_K 512 // a dot product is a sum, in order, of partial sums over this many elements
+#define SALA_LANES 16   // each of which is 16 interleaved fma chains, folded as a tree 8, 4, 2, 1
 
 // ---- the model's shape ----
 
@@ -170,7 +178,8 @@ SALA_FN int32_t sala_tier_slots(const sala_dims *d, int tier) {
     return (d->block + stride - 1) / stride;
 }
 
-SALA_FN int32_t sala_tier_last(const sala_dims *d, int tier, int32_t row) { // position of a row's last token
+SALA_FN int32_t sala_tier_last(const sala_dims *d, int tier,
+                               int32_t row) { // position of a row's last token
     int32_t scale = tier == 1 ? 1 : 4;
     return (d->stride * row + d->kernel) * scale - 1;
 }
@@ -179,38 +188,40 @@ SALA_FN int32_t sala_tier_last(const sala_dims *d, int tier, int32_t row) { // p
 
 // One sequence in a pass.
 typedef struct sala_seq {
-    int32_t slot;             // its place in the pools of states and pending paths
-    int32_t first_row, rows;  // its rows in the pass
-    int32_t stored;           // tokens whose K/V and compressed rows are in pages: prefill counts the chunk
-                              // itself (stored before it is read), verify only what is committed
-    int32_t segment_start;    // prefill: position at which the segment began
-    int32_t pending;          // nodes of the pending path, at positions stored - pending .. stored - 1
-    const int32_t *pages;     // [blocks] page of each block of the sequence
+    int32_t slot;            // its place in the pools of states and pending paths
+    int32_t first_row, rows; // its rows in the pass
+    int32_t stored; // tokens whose K/V and compressed rows are in pages: prefill counts the chunk
+                    // itself (stored before it is read), verify only what is committed
+    int32_t segment_start; // prefill: position at which the segment began
+    int32_t pending;       // nodes of the pending path, at positions stored - pending .. stored - 1
+    const int32_t *pages;  // [blocks] page of each block of the sequence
 } sala_seq;
 
-// The rows of a pass: a chunk of a prompt (prefill), or trees (verify). A verify row is a node; its path is
-// the list of its ancestors from the root to itself.
+// The rows of a pass: a chunk of a prompt (prefill), or trees (verify). A verify row is a node; its
+// path is the list of its ancestors from the root to itself.
 typedef struct sala_rows {
     int32_t count, seq_count;
-    int32_t verify;            // which of the two forms
-    const sala_seq *seqs;      // [seq_count]
-    const int32_t *token;      // [count]
-    const int32_t *position;   // [count]
-    const int32_t *seq;        // [count] index into seqs
-    const int32_t *path;       // verify: [count, SALA_MAX_PATH] rows, root first, itself at depth position - stored
+    int32_t verify;          // which of the two forms
+    const sala_seq *seqs;    // [seq_count]
+    const int32_t *token;    // [count]
+    const int32_t *position; // [count]
+    const int32_t *seq;      // [count] index into seqs
+    const int32_t *path;     // verify: [count, SALA_MAX_PATH] rows from the root to the row itself,
+                             // which stands at depth position - stored
 } sala_rows;
 
 // Pools of one sparse layer. A page holds one block of one sequence.
 typedef struct sala_pages {
-    sala_act *k, *v;     // [pages, kv_heads, block, head_dim]
-    sala_act *tier1;     // [pages, kv_heads, tier_slots(1), head_dim]
-    sala_act *tier2;     // [pages, kv_heads, tier_slots(2), head_dim]
+    sala_act *k, *v; // [pages, kv_heads, block, head_dim]
+    sala_act *tier1; // [pages, kv_heads, tier_slots(1), head_dim]
+    sala_act *tier2; // [pages, kv_heads, tier_slots(2), head_dim]
 } sala_pages;
 
 // What verify keeps of its nodes until it is known which of them are accepted, one sparse layer.
 typedef struct sala_nodes {
-    sala_act *k, *v;         // [rows, kv_heads, head_dim]
-    sala_act *tier1, *tier2; // [rows, kv_heads, head_dim] the row that this node's token completes, if it does
+    sala_act *k, *v; // [rows, kv_heads, head_dim]
+    sala_act *tier1,
+        *tier2; // [rows, kv_heads, head_dim] the row that this node's token completes, if it does
 } sala_nodes;
 
 enum { SALA_BF16 = 0, SALA_F16 = 1, SALA_F32 = 2 }; // weight formats
@@ -251,8 +262,9 @@ typedef struct sala_norm_args {
     float divisor;          // y is divided by it (1 but for the final norm)
 } sala_norm_args;
 
-// y_i[r, n] = sum_k x[r, k] * w_i[n, k] for up to four weights that read the same x. The same bits for every
-// number of rows, thread and place: the order of the sum is fixed by SALA_GEMM_K and SALA_LANES.
+// y_i[r, n] = sum_k x[r, k] * w_i[n, k] for up to four weights that read the same x. The same bits
+// for every number of rows, thread and place: the order of the sum is fixed by SALA_GEMM_K and
+// SALA_LANES.
 #define SALA_GEMM_MAX 4
 typedef struct sala_gemm_args {
     int32_t rows, count;
@@ -262,7 +274,8 @@ typedef struct sala_gemm_args {
     float *y_f32;               // [rows, n_0] instead of y[0] (the logits)
 } sala_gemm_args;
 
-// q, k of a layer in place: RMSNorm over each head (if weights are given), then RoPE (if a table is given)
+// q, k of a layer in place: RMSNorm over each head (if weights are given), then RoPE (if a table is
+// given)
 typedef struct sala_qk_args {
     int32_t rows, heads, kv_heads, dim;
     float eps;
@@ -278,33 +291,35 @@ typedef struct sala_qk_args {
 typedef struct sala_gla_args {
     const sala_dims *dims;
     const sala_rows *rows;
-    const float *slopes;        // [lin_heads] decay = exp(-slope)
-    const sala_act *q;          // [rows, lin_heads, lin_dim]
-    const sala_act *k, *v;      // [rows, lin_kv_heads, lin_dim]
-    float *state;               // [slots, lin_heads, lin_dim, lin_dim] this layer's pool
-    const sala_act *pending_k, *pending_v; // [slots, SALA_MAX_PATH, lin_kv_heads, lin_dim] this layer's pool
-    sala_act *o;                // [rows, lin_heads, lin_dim]; NULL: only fold the pending paths into the states
+    const float *slopes;   // [lin_heads] decay = exp(-slope)
+    const sala_act *q;     // [rows, lin_heads, lin_dim]
+    const sala_act *k, *v; // [rows, lin_kv_heads, lin_dim]
+    float *state;          // [slots, lin_heads, lin_dim, lin_dim] this layer's pool
+    const sala_act *pending_k,
+        *pending_v; // [slots, SALA_MAX_PATH, lin_kv_heads, lin_dim] this layer's pool
+    sala_act *o;    // [rows, lin_heads, lin_dim]; NULL: only fold the pending paths into the states
 } sala_gla_args;
 
-// Prefill: copy k, v of the rows into pages; then the compressed rows that the chunk's tokens complete.
-// Verify: the compressed rows that nodes complete go to `nodes` (whose k, v the projection wrote).
-// Means are summed in position order.
+// Prefill: copy k, v of the rows into pages; then the compressed rows that the chunk's tokens
+// complete. Verify: the compressed rows that nodes complete go to `nodes` (whose k, v the
+// projection wrote). Means are summed in position order.
 typedef struct sala_store_args {
     const sala_dims *dims;
     const sala_rows *rows;
-    sala_nodes nodes;  // k, v of the rows; verify: tier1, tier2 out
+    sala_nodes nodes; // k, v of the rows; verify: tier1, tier2 out
     sala_pages pages;
 } sala_store_args;
 
-// Which blocks a row attends to, one list per K/V head (model.md 8). count: -1 where the row is dense.
+// Which blocks a row attends to, one list per K/V head (model.md 8). count: -1 where the row is
+// dense.
 typedef struct sala_select_args {
     const sala_dims *dims;
     const sala_rows *rows;
     const sala_act *q; // [rows, heads, head_dim]
     sala_nodes nodes;
     sala_pages pages;
-    int32_t *blocks;   // [rows, kv_heads, top_k] ascending
-    int32_t *count;    // [rows, kv_heads]
+    int32_t *blocks; // [rows, kv_heads, top_k] ascending
+    int32_t *count;  // [rows, kv_heads]
 } sala_select_args;
 
 // Softmax attention over the listed blocks (all blocks where count is -1), tokens u <= position.
@@ -316,7 +331,7 @@ typedef struct sala_attend_args {
     sala_nodes nodes;
     sala_pages pages;
     const int32_t *blocks, *count; // as sala_select_args
-    sala_act *o;       // [rows, heads, head_dim]
+    sala_act *o;                   // [rows, heads, head_dim]
 } sala_attend_args;
 
 // o = RMSNorm(o) * weight (if given) * sigmoid(gate) (if given), in place
@@ -335,37 +350,38 @@ typedef struct sala_swiglu_args {
     const sala_act *up; // [rows, width]
 } sala_swiglu_args;
 
-// After the tokens are chosen. accepted[s] nodes of sequence s become part of it, listed root first in
-// accepted_rows[s]: sparse layers copy K, V and completed rows into pages, lightning layers move k, v to the
-// pending path. One call for all layers.
+// After the tokens are chosen. accepted[s] nodes of sequence s become part of it, listed root first
+// in accepted_rows[s]: sparse layers copy K, V and completed rows into pages, lightning layers move
+// k, v to the pending path. One call for all layers.
 typedef struct sala_commit_args {
     const sala_dims *dims;
     const sala_rows *rows;
     int32_t sparse_layers, lightning_layers, slots, node_rows;
-    const int32_t *accepted;      // [seq_count]
-    const int32_t *accepted_rows; // [seq_count, SALA_MAX_PATH]
-    const sala_nodes *nodes;      // [sparse_layers]
-    const sala_pages *pages;      // [sparse_layers]
+    const int32_t *accepted;         // [seq_count]
+    const int32_t *accepted_rows;    // [seq_count, SALA_MAX_PATH]
+    const sala_nodes *nodes;         // [sparse_layers]
+    const sala_pages *pages;         // [sparse_layers]
     const sala_act *node_k, *node_v; // [lightning_layers, node_rows, lin_kv_heads, lin_dim]
-    sala_act *pending_k, *pending_v; // [lightning_layers, slots, SALA_MAX_PATH, lin_kv_heads, lin_dim]
+    sala_act *pending_k,
+        *pending_v; // [lightning_layers, slots, SALA_MAX_PATH, lin_kv_heads, lin_dim]
 } sala_commit_args;
 
-// The operations in the order in which a token meets them: X(name). The argument struct of `name` is
-// sala_<args>_args; the C body is sala__op_<name>, the kernel sala_<name>.
-#define SALA_OPERATIONS(X)                                                                                                       \
-    X(embed, embed)                                                                                                              \
-    X(rope_table, rope)                                                                                                          \
-    X(norm, norm)                                                                                                                \
-    X(gemm, gemm)                                                                                                                \
-    X(qk_norm_rope, qk)                                                                                                          \
-    X(gla_prefill, gla)                                                                                                          \
-    X(gla_verify, gla)                                                                                                           \
-    X(store_prefill, store)                                                                                                      \
-    X(store_verify, store)                                                                                                       \
-    X(select, select)                                                                                                            \
-    X(attend, attend)                                                                                                            \
-    X(gate, gate)                                                                                                                \
-    X(swiglu, swiglu)                                                                                                            \
+// The operations in the order in which a token meets them: X(name). The argument struct of `name`
+// is sala_<args>_args; the C body is sala__op_<name>, the kernel sala_<name>.
+#define SALA_OPERATIONS(X)                                                                         \
+    X(embed, embed)                                                                                \
+    X(rope_table, rope)                                                                            \
+    X(norm, norm)                                                                                  \
+    X(gemm, gemm)                                                                                  \
+    X(qk_norm_rope, qk)                                                                            \
+    X(gla_prefill, gla)                                                                            \
+    X(gla_verify, gla)                                                                             \
+    X(store_prefill, store)                                                                        \
+    X(store_verify, store)                                                                         \
+    X(select, select)                                                                              \
+    X(attend, attend)                                                                              \
+    X(gate, gate)                                                                                  \
+    X(swiglu, swiglu)                                                                              \
     X(commit, commit)
 
 #endif // SALA_KERNELS_H

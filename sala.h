@@ -1,4 +1,4 @@
-/*  sala.h - runs MiniCPM-SALA, a hybrid of block-sparse and linear attention. One header, C11 or C++17.
+/*  sala.h - runs MiniCPM-SALA, a hybrid of block-sparse and linear attention. C11 or C++17.
 
     In ONE source file, before any other include:
 
@@ -30,13 +30,16 @@
         }
 
     LIMITS
-    - Models: MiniCPM-SALA checkpoints as Hugging Face folders (config.json, safetensors, tokenizer.json);
-      BF16, F16 or F32 tensors. Nothing else is guessed at: what is not understood is refused by name.
+    - Models: MiniCPM-SALA checkpoints as Hugging Face folders (config.json, safetensors,
+      tokenizer.json); BF16, F16 or F32 tensors. Nothing else is guessed at: what is not understood
+      is refused by name.
     - Little-endian 64-bit POSIX systems with GCC or Clang. Not Windows.
-    - Compile with -march=native (or at least AVX2 + FMA): without hardware FMA every multiply-add is a
-      call of fmaf() and everything is ten times slower. Never with -ffast-math (the header refuses it).
+    - Compile with -march=native (or at least AVX2 + FMA): without hardware FMA every multiply-add
+      is a call of fmaf() and everything is ten times slower. Never with -ffast-math (the header
+      refuses it).
     - One engine is used from one thread at a time; several engines may live in one process.
-    - Include sala.h before any system header, or compile with -std=gnu11: -std=c11 hides POSIX names.
+    - Include sala.h before any system header, or compile with -std=gnu11: -std=c11 hides POSIX
+      names.
 
     CONTENTS          find a section by its number, as "[4]"
       [1] public API          the whole contract; the rest is needed only to change or to understand
@@ -59,17 +62,18 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* ------------------------------------------------------------------------------------------------
+/* -----------------------------------------------------------------------------------------------
    [1] PUBLIC API
 
    Rules that hold for every function:
-   - Functions that can fail take a sala_error (may be NULL) and return NULL or a negative SALA_E_* code;
-     the error's text is one sentence that names the file, tensor or option at fault and what to do.
-   - Nothing prints, nothing exits, there is no global state. Strings are UTF-8 and zero-terminated unless
-     a length stands beside them. What the caller passes in is copied; what comes out as a pointer belongs
-     to the engine and is valid until the time that its comment says.
+   - Functions that can fail take a sala_error (may be NULL) and return NULL or a negative SALA_E_*
+     code; the error's text is one sentence that names the file, tensor or option at fault and what
+     to do.
+   - Nothing prints, nothing exits, there is no global state. Strings are UTF-8 and zero-terminated
+     unless a length stands beside them. What the caller passes in is copied; what comes out as a
+     pointer belongs to the engine and is valid until the time that its comment says.
    - Zero means default in every options field, so start from zeroed memory.
-   ------------------------------------------------------------------------------------------------ */
+   -------------------------------------------------------------------------------------------- */
 
 #define SALA_VERSION "0.1.0"
 #define SALA_VERSION_NUMBER 100 // major * 10000 + minor * 100 + patch
@@ -86,7 +90,7 @@ extern "C" {
 
 typedef struct sala sala; // an engine: one model on one device, and the sequences that live on it
 
-enum { // error codes, also in sala_error.code
+enum {                    // error codes, also in sala_error.code
     SALA_E_ARGUMENT = -1, // an option or request field is wrong
     SALA_E_FILE = -2,     // a file is missing, unreadable, truncated or malformed
     SALA_E_MODEL = -3,    // the files are well-formed, but not a model that this engine runs
@@ -105,7 +109,8 @@ enum { SALA_LOG_INFO = 0, SALA_LOG_WARNING = 1 };
 // Hooks. All may be NULL. `user` is handed back to each.
 typedef struct sala_hooks {
     void *user;
-    // Like realloc: size 0 frees and returns NULL, pointer NULL allocates. Memory of any use; 16-byte aligned.
+    // Like realloc: size 0 frees and returns NULL, pointer NULL allocates. Memory of any use;
+    // 16-byte aligned.
     void *(*allocate)(void *user, void *pointer, size_t size);
     // One line without newline: warnings (something odd in a file) and notes worth showing.
     void (*log)(void *user, int level, const char *line);
@@ -114,19 +119,19 @@ typedef struct sala_hooks {
 } sala_hooks;
 
 typedef struct sala_options {
-    const char *device;    // "auto" (default) or "cpu"
-    int threads;           // CPU threads; default: the processors this process may use
-    int max_sequences;     // sequences resident at once, 1..256; default 8
-    int64_t context;       // longest sequence in tokens; default 32768
-    int64_t kv_tokens;     // tokens of KV cache for all sequences together; default: one full context
-                           // and 4096 for each further sequence
-    int64_t memory_limit;  // bytes the plan may take beyond the mapped weights; default: what is free
-    int chunk;             // prefill chunk, a multiple of 64; default 2048
-    int dense_len;         // sparse layers are dense below this many tokens; default: from the model;
-                           // SALA_DENSE_NEVER: sparse from the first token
-    int logits_rows;       // rows a SALA_EVENT_ROWS event can hold (0: such requests are refused)
-    int hidden_states;     // 1: those events also hold hidden states and selected blocks
-    int synthetic;         // 1: `path` is a config.json; weights are made by a hash, no tokenizer
+    const char *device; // "auto" (default) or "cpu"
+    int threads;        // CPU threads; default: the processors this process may use
+    int max_sequences;  // sequences resident at once, 1..256; default 8
+    int64_t context;    // longest sequence in tokens; default 32768
+    int64_t kv_tokens;  // tokens of KV cache for all sequences together; default: one full context
+                        // and 4096 for each further sequence
+    int64_t memory_limit; // bytes taken beyond the mapped weights; default: what is free
+    int chunk;            // prefill chunk, a multiple of 64; default 2048
+    int dense_len;     // sparse layers are dense below this many tokens; default: from the model;
+                       // SALA_DENSE_NEVER: sparse from the first token
+    int logits_rows;   // rows a SALA_EVENT_ROWS event can hold (0: such requests are refused)
+    int hidden_states; // 1: those events also hold hidden states and selected blocks
+    int synthetic;     // 1: `path` is a config.json; weights are made by a hash, no tokenizer
     uint64_t synthetic_seed;
     const char *chat_template; // NULL: recognise it from the model's files; "chatml": take that
     sala_hooks hooks;
@@ -134,42 +139,48 @@ typedef struct sala_options {
 
 #define SALA_DENSE_NEVER (-1)
 
-// Open a model folder. `options` may be NULL. Weights are memory-mapped; everything else is planned and
-// allocated here, and nothing on the device afterwards. Returns NULL on error. `error` may be NULL.
+// Open a model folder. `options` may be NULL. Weights are memory-mapped; everything else is planned
+// and allocated here, and nothing on the device afterwards. Returns NULL on error. `error` may be
+// NULL.
 SALA_API sala *sala_open(const char *path, const sala_options *options, sala_error *error);
 SALA_API void sala_close(sala *engine); // NULL is fine; frees everything, events included
 
-// Set one option by its name ("chunk", "dense-len" ...) from text, as a command line or a server gets it.
-// An unknown name, a malformed or out-of-range value is an error. String values are not copied.
-SALA_API int sala_set_option(sala_options *options, const char *name, const char *value, sala_error *error);
+// Set one option by its name ("chunk", "dense-len" ...) from text, as a command line or a server
+// gets it. An unknown name, a malformed or out-of-range value is an error. String values are not
+// copied.
+SALA_API int sala_set_option(sala_options *options, const char *name, const char *value,
+                             sala_error *error);
 
 SALA_API const char *sala_version(void); // SALA_VERSION of the implementation that was linked
 
 // ---- text and tokens ----
 
-// Encode UTF-8 text (invalid bytes allowed). `flags`: SALA_ADD_BOS puts the model's BOS in front where its
-// files say so; SALA_PARSE_SPECIAL reads "<|im_end|>" and its like as single tokens, without it such text is
-// plain text (use this for text you do not trust). Returns the number of tokens, and in *tokens an array
-// that the caller gives back to sala_free; negative on error.
+// Encode UTF-8 text (invalid bytes allowed). `flags`: SALA_ADD_BOS puts the model's BOS in front
+// where its files say so; SALA_PARSE_SPECIAL reads "<|im_end|>" and its like as single tokens,
+// without it such text is plain text (use this for text you do not trust). Returns the number of
+// tokens, and in *tokens an array that the caller gives back to sala_free; negative on error.
 enum { SALA_ADD_BOS = 1, SALA_PARSE_SPECIAL = 2 };
-SALA_API int64_t sala_tokenize(sala *engine, const char *text, size_t bytes, int flags, int32_t **tokens, sala_error *error);
+SALA_API int64_t sala_tokenize(sala *engine, const char *text, size_t bytes, int flags,
+                               int32_t **tokens, sala_error *error);
 
 // Decode tokens. Returns zero-terminated text for sala_free (NULL on error), *bytes its length.
 // Special tokens are left out unless `special`.
-SALA_API char *sala_detokenize(sala *engine, const int32_t *tokens, int64_t count, int special, size_t *bytes, sala_error *error);
+SALA_API char *sala_detokenize(sala *engine, const int32_t *tokens, int64_t count, int special,
+                               size_t *bytes, sala_error *error);
 
-// Streaming decode: feed tokens one by one; out come only whole UTF-8 characters. `token` -1 flushes what is
-// held back. The text belongs to the stream and is valid until its next call.
+// Streaming decode: feed tokens one by one; out come only whole UTF-8 characters. `token` -1
+// flushes what is held back. The text belongs to the stream and is valid until its next call.
 typedef struct sala_text_stream sala_text_stream;
 SALA_API sala_text_stream *sala_stream_open(sala *engine, int special, sala_error *error);
 SALA_API const char *sala_stream_next(sala_text_stream *stream, int32_t token, size_t *bytes);
 SALA_API void sala_stream_close(sala_text_stream *stream);
 
-// The prompt for one turn of a chat, by the model's template. `role` is "system", "user" or "assistant".
-// Returns tokens as sala_tokenize does; `first` starts a conversation (BOS), `reply` appends the prefix of
-// the assistant's answer. Content is encoded as plain text: special tokens in it stay text.
-SALA_API int64_t sala_chat_turn(sala *engine, const char *role, const char *content, size_t bytes, int first, int reply,
-                                int32_t **tokens, sala_error *error);
+// The prompt for one turn of a chat, by the model's template. `role` is "system", "user" or
+// "assistant". Returns tokens as sala_tokenize does; `first` starts a conversation (BOS), `reply`
+// appends the prefix of the assistant's answer. Content is encoded as plain text: special tokens in
+// it stay text.
+SALA_API int64_t sala_chat_turn(sala *engine, const char *role, const char *content, size_t bytes,
+                                int first, int reply, int32_t **tokens, sala_error *error);
 
 SALA_API void sala_free(sala *engine, void *pointer); // what a function above said is for sala_free
 
@@ -186,68 +197,73 @@ typedef struct sala_request {
     int64_t token_count;
     const char *text;
     size_t text_bytes; // 0: up to the terminating zero
-    // Continue a sequence that an earlier request kept: its id from the finish event. The new tokens follow
-    // the last chosen one. 0: a new sequence.
+    // Continue a sequence that an earlier request kept: its id from the finish event. The new
+    // tokens follow the last chosen one. 0: a new sequence.
     int64_t sequence;
     int keep; // 1: the sequence stays resident after the request; continue or sala_release it
 
-    int64_t max_tokens;        // tokens to generate; default 256
-    float temperature;         // 0 (default): greedy
-    int top_k;                 // 0: all
-    float top_p;               // 0 or 1: all
-    float min_p;               // 0: all; keep tokens with p >= min_p * the largest p
-    float repetition_penalty;  // 0 or 1: none; applies to prompt and output
-    float presence_penalty;    // applies to output
-    float frequency_penalty;   // applies to output
-    uint64_t seed;             // the random number of a position is a function of (seed, position) alone
-    const sala_bias *biases;   // [bias_count]
+    int64_t max_tokens;       // tokens to generate; default 256
+    float temperature;        // 0 (default): greedy
+    int top_k;                // 0: all
+    float top_p;              // 0 or 1: all
+    float min_p;              // 0: all; keep tokens with p >= min_p * the largest p
+    float repetition_penalty; // 0 or 1: none; applies to prompt and output
+    float presence_penalty;   // applies to output
+    float frequency_penalty;  // applies to output
+    uint64_t seed; // the random number of a position is a function of (seed, position) alone
+    const sala_bias *biases; // [bias_count]
     int bias_count;
-    const char *const *stop;   // [stop_count] strings that end the text (not included in it)
+    const char *const *stop; // [stop_count] strings that end the text (not included in it)
     int stop_count;
     const int32_t *stop_tokens; // [stop_token_count] beside the model's own end tokens
     int stop_token_count;
-    int ignore_eos;            // 1: the model's end tokens do not stop it
-    int logprobs;              // 0: none; n: log-probability of each token and of the n best, n <= 20
-    int special_text;          // 1: special tokens appear in the text
-    const int32_t *force;      // [force_count] the first chosen tokens are these, whatever the logits say
-    int64_t force_count;       // (teacher forcing; end tokens among them do not end it)
+    int ignore_eos;   // 1: the model's end tokens do not stop it
+    int logprobs;     // 0: none; n: log-probability of each token and of the n best, n <= 20
+    int special_text; // 1: special tokens appear in the text
+    // Teacher forcing: the first chosen tokens are these, whatever the logits say; end tokens among
+    // them do not end it.
+    const int32_t *force; // [force_count]
+    int64_t force_count;
     // Tools and tests: what SALA_EVENT_ROWS events report. Needs sala_options.logits_rows.
-    int want_rows;             // SALA_ROWS_*
+    int want_rows; // SALA_ROWS_*
 } sala_request;
 
 enum { SALA_ROWS_NONE = 0, SALA_ROWS_PROMPT = 1, SALA_ROWS_GENERATED = 2, SALA_ROWS_ALL = 3 };
 
 // Set one request field by name ("temperature", "top-p" ...) from text. As sala_set_option.
-SALA_API int sala_set_request(sala_request *request, const char *name, const char *value, sala_error *error);
+SALA_API int sala_set_request(sala_request *request, const char *name, const char *value,
+                              sala_error *error);
 
-// Hand in a request. Everything is copied. Returns its id (> 0) or a negative error. It waits until memory for
-// prompt + max_tokens can be reserved, so once started it always finishes.
+// Hand in a request. Everything is copied. Returns its id (> 0) or a negative error. It waits until
+// memory for prompt + max_tokens can be reserved, so once started it always finishes.
 SALA_API int64_t sala_submit(sala *engine, const sala_request *request, sala_error *error);
 
-// One turn of the loop: admit requests, prefill at most one budget of prompt tokens (the chunk; 512 while
-// anything generates), then one verify of all sequences that generate. Returns 1 while there is work or there
-// are events, 0 when idle, negative on error. Take all events before the next call: with events waiting it is
-// an error (SALA_E_STATE) that changes nothing.
+// One turn of the loop: admit requests, prefill at most one budget of prompt tokens (the chunk; 512
+// while anything generates), then one verify of all sequences that generate. Returns 1 while there
+// is work or there are events, 0 when idle, negative on error. Take all events before the next
+// call: with events waiting it is an error (SALA_E_STATE) that changes nothing.
 SALA_API int sala_step(sala *engine, sala_error *error);
 
-SALA_API int sala_cancel(sala *engine, int64_t request, sala_error *error);   // its finish event follows
-SALA_API int sala_release(sala *engine, int64_t sequence, sala_error *error); // give up a kept sequence
+SALA_API int sala_cancel(sala *engine, int64_t request,
+                         sala_error *error); // its finish event follows
+SALA_API int sala_release(sala *engine, int64_t sequence,
+                          sala_error *error); // give up a kept sequence
 
 // ---- events ----
 
-enum { // sala_event.type
+enum {                      // sala_event.type
     SALA_EVENT_PREFILL = 1, // `done` of `total` prompt tokens are processed
     SALA_EVENT_TOKEN = 2,   // a token was chosen
     SALA_EVENT_FINISH = 3,  // the request is over; `text` may hold a last piece
     SALA_EVENT_ROWS = 4     // logits of rows, if the request wants them
 };
 
-enum { // sala_event.finish_reason
+enum {                         // sala_event.finish_reason
     SALA_FINISH_STOP = 1,      // end token, stop token or stop string
     SALA_FINISH_LENGTH = 2,    // max_tokens reached
     SALA_FINISH_CANCELLED = 3, // sala_cancel
     SALA_FINISH_MEMORY = 4,    // can never be admitted while the kept sequences hold the cache
-    SALA_FINISH_NAN = 5        // the logits are not numbers: damaged weights (see sala_check_weights)
+    SALA_FINISH_NAN = 5 // the logits are not numbers: damaged weights (see sala_check_weights)
 };
 
 typedef struct sala_logprob {
@@ -256,12 +272,12 @@ typedef struct sala_logprob {
 } sala_logprob;
 
 typedef struct sala_timings {
-    int64_t prompt_tokens;   // prefilled by this request
-    int64_t output_tokens;   // chosen by this request
-    double queue_seconds;    // from submit to admission
-    double prefill_seconds;  // from admission to the first token
-    double decode_seconds;   // from the first to the last token
-    int64_t decode_bytes;    // weights, states and K/V read by this request's decode steps
+    int64_t prompt_tokens;  // prefilled by this request
+    int64_t output_tokens;  // chosen by this request
+    double queue_seconds;   // from submit to admission
+    double prefill_seconds; // from admission to the first token
+    double decode_seconds;  // from the first to the last token
+    int64_t decode_bytes;   // weights, states and K/V read by this request's decode steps
 } sala_timings;
 
 // Pointers are valid until the next sala_step or sala_close. `text` is never NULL.
@@ -271,8 +287,8 @@ typedef struct sala_event {
     int64_t sequence; // finish: the kept sequence, or 0
     // token, finish
     int32_t token;
-    int64_t position;  // of the token in its sequence, from 0
-    const char *text;  // whole UTF-8 characters that are final; held back while a stop string may begin
+    int64_t position; // of the token in its sequence, from 0
+    const char *text; // whole characters, final: held back while a stop string may begin
     size_t text_bytes;
     float logprob;
     const sala_logprob *top; // [top_count] best first
@@ -284,9 +300,11 @@ typedef struct sala_event {
     // rows: positions first_position .. first_position + row_count - 1
     int64_t first_position;
     int row_count;
-    const float *logits;   // [row_count, vocab] f32
-    const float *hidden;   // [layers + 2, row_count, hidden] f32: embedding, each layer, final norm; or NULL
-    const int32_t *blocks; // [sparse layers, row_count, kv_heads, top_k] ascending, -1 padded; -2: dense; or NULL
+    const float *logits; // [row_count, vocab] f32
+    // What follows is NULL unless the engine was opened with hidden_states.
+    const float *hidden;   // [layers + 2, row_count, hidden] f32: embedding, layers, final norm
+    const int32_t *blocks; // [sparse layers, row_count, kv_heads, top_k] ascending; -1: no more,
+                           // -2: all (dense)
 } sala_event;
 
 // Take the next event. Returns 1, or 0 when there is none.
@@ -300,23 +318,23 @@ typedef struct sala_info {
     const char *weight_format; // "BF16"
     const char *chat_template; // "chatml" or "none"
     int vocab, hidden, layers, sparse_layers, lightning_layers, heads, kv_heads, head_dim;
-    int lightning_heads, lightning_head_dim;
-    int block, top_k;          // sparse attention: tokens a block, blocks a token attends to
-    int dense_len;             // in use
+    int lightning_heads, lightning_kv_heads, lightning_head_dim, intermediate;
+    int block, top_k; // sparse attention: tokens a block, blocks a token attends to
+    int dense_len;    // in use
     int chunk, threads, max_sequences;
     int64_t parameters;
     double bits_per_weight;
-    int64_t context;           // longest sequence this engine was planned for
-    int64_t longest_context;   // longest single sequence that would fit the memory limit
+    int64_t context;         // longest sequence this engine was planned for
+    int64_t longest_context; // longest single sequence that would fit the memory limit
     // Bytes, as planned at open; they sum to total_bytes.
-    int64_t weight_bytes;      // mapped from the files (or made, when synthetic)
-    int64_t kv_bytes;          // pages of K, V and both compressed tiers
-    int64_t state_bytes;       // lightning states
-    int64_t pending_bytes;     // k, v of accepted tokens not yet folded into the states
-    int64_t scratch_bytes;     // activations of one pass, scores, logits
+    int64_t weight_bytes;  // mapped from the files (or made, when synthetic)
+    int64_t kv_bytes;      // pages of K, V and both compressed tiers
+    int64_t state_bytes;   // lightning states
+    int64_t pending_bytes; // k, v of accepted tokens not yet folded into the states
+    int64_t scratch_bytes; // activations of one pass, scores, logits
     int64_t total_bytes;
     int64_t kv_bytes_per_token, state_bytes_per_sequence;
-    int64_t decode_bytes;      // read for one token of one short sequence: linear layers, head, state
+    int64_t decode_bytes; // read for one token of one short sequence: linear layers, head, state
     // Live counters.
     int sequences_resident, requests_waiting, requests_active;
     int64_t kv_tokens_total, kv_tokens_reserved;
@@ -332,13 +350,13 @@ SALA_API void sala_get_info(sala *engine, sala_info *info); // pointers valid un
 SALA_API int sala_check_weights(sala *engine, sala_error *error);
 
 // The plan alone: what sala_open would take, without taking it. Strings in `info` are then NULL.
-SALA_API int sala_plan(const char *path, const sala_options *options, sala_info *info, sala_error *error);
+SALA_API int sala_plan(const char *path, const sala_options *options, sala_info *info,
+                       sala_error *error);
 
 #ifdef __cplusplus
 }
 #endif
 #endif // SALA_H
-
 #ifdef SALA_IMPLEMENTATION
 #ifndef SALA_IMPLEMENTED
 #define SALA_IMPLEMENTED
@@ -346,11 +364,13 @@ SALA_API int sala_plan(const char *path, const sala_options *options, sala_info 
 #if defined(__FAST_MATH__)
 #error "sala.h: -ffast-math breaks the bit-exact promises; compile without it"
 #endif
-#if !defined(__GNUC__) || defined(_WIN32) || (__SIZEOF_POINTER__ != 8) || (__BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__)
+#if !defined(__GNUC__) || defined(_WIN32) || (__SIZEOF_POINTER__ != 8) ||                          \
+    (__BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__)
 #error "sala.h: needs GCC or Clang on a little-endian 64-bit POSIX system"
 #endif
 
-// No product and sum may be fused unless the source says fma: the same bits at every optimisation level.
+// No product and sum may be fused unless the source says fma: the same bits at every optimisation
+// level.
 #ifdef __clang__
 #pragma STDC FP_CONTRACT OFF
 #else
@@ -358,12 +378,12 @@ SALA_API int sala_plan(const char *path, const sala_options *options, sala_info 
 #pragma GCC optimize("fp-contract=off")
 #endif
 
-/* ------------------------------------------------------------------------------------------------
+/* -----------------------------------------------------------------------------------------------
    [2] BASE: errors, memory, strings, files
 
-   Everything that allocates takes a sala__env: the three hooks, and nothing more. Errors are written once,
-   where they are found, as one sentence; callers pass the code upwards unchanged.
-   ------------------------------------------------------------------------------------------------ */
+   Everything that allocates takes a sala__env: the three hooks, and nothing more. Errors are
+   written once, where they are found, as one sentence; callers pass the code upwards unchanged.
+   -------------------------------------------------------------------------------------------- */
 
 #include <errno.h>
 #include <fcntl.h>
@@ -388,7 +408,8 @@ SALA_API int sala_plan(const char *path, const sala_options *options, sala_info 
 #define SALA__UNUSED __attribute__((unused))
 #endif
 
-// Write an error (if anybody wants it) and return its code: `return sala__fail(err, SALA_E_FILE, "...");`
+// Write an error (if anybody wants it) and return its code: `return sala__fail(err, SALA_E_FILE,
+// "...");`
 static int sala__fail(sala_error *err, int code, const char *format, ...) SALA__PRINTF(3, 4);
 static int sala__fail(sala_error *err, int code, const char *format, ...) {
     if (err) {
@@ -418,8 +439,10 @@ static void sala__release(const sala__env *env, void *pointer) {
     if (pointer) sala__realloc(env, pointer, 0);
 }
 
-// Zeroed memory for count * size bytes; NULL with an error that names `what`. Overflow is an error too.
-static void *sala__alloc(const sala__env *env, size_t count, size_t size, const char *what, sala_error *err) {
+// Zeroed memory for count * size bytes; NULL with an error that names `what`. Overflow is an error
+// too.
+static void *sala__alloc(const sala__env *env, size_t count, size_t size, const char *what,
+                         sala_error *err) {
     size_t bytes;
     void *p = NULL;
     if (!__builtin_mul_overflow(count, size, &bytes)) {
@@ -428,22 +451,27 @@ static void *sala__alloc(const sala__env *env, size_t count, size_t size, const 
         p = env->allocate ? env->allocate(env->user, NULL, bytes) : calloc(1, bytes);
         if (p && env->allocate) memset(p, 0, bytes);
     }
-    if (!p) sala__fail(err, SALA_E_MEMORY, "out of memory: %zu x %zu bytes for %s", count, size, what);
+    if (!p)
+        sala__fail(err, SALA_E_MEMORY, "out of memory: %zu x %zu bytes for %s", count, size, what);
     return p;
 }
 
-// Make room for `need` elements in a growing array. Returns 0, or an error; the array is untouched then.
-static int sala__grow(const sala__env *env, void **array, size_t *capacity, size_t need, size_t size, const char *what,
-                      sala_error *err) {
+// Make room for `need` elements in a growing array. Returns 0, or an error; the array is untouched
+// then.
+static int sala__grow(const sala__env *env, void **array, size_t *capacity, size_t need,
+                      size_t size, const char *what, sala_error *err) {
     if (need <= *capacity) return 0;
     size_t cap = *capacity < 16 ? 16 : *capacity;
     while (cap < need) {
-        if (cap > SIZE_MAX / 2) return sala__fail(err, SALA_E_MEMORY, "out of memory: %zu elements for %s", need, what);
+        if (cap > SIZE_MAX / 2)
+            return sala__fail(err, SALA_E_MEMORY, "out of memory: %zu elements for %s", need, what);
         cap *= 2;
     }
     size_t bytes;
     void *p = __builtin_mul_overflow(cap, size, &bytes) ? NULL : sala__realloc(env, *array, bytes);
-    if (!p) return sala__fail(err, SALA_E_MEMORY, "out of memory: %zu x %zu bytes for %s", cap, size, what);
+    if (!p)
+        return sala__fail(err, SALA_E_MEMORY, "out of memory: %zu x %zu bytes for %s", cap, size,
+                          what);
     *array = p;
     *capacity = cap;
     return 0;
@@ -476,8 +504,10 @@ typedef struct sala__string {
     size_t size, capacity;
 } sala__string;
 
-static int sala__append(const sala__env *env, sala__string *s, const char *bytes, size_t count, sala_error *err) {
-    if (sala__grow(env, (void **)&s->data, &s->capacity, s->size + count + 1, 1, "text", err) < 0) return SALA_E_MEMORY;
+static int sala__append(const sala__env *env, sala__string *s, const char *bytes, size_t count,
+                        sala_error *err) {
+    if (sala__grow(env, (void **)&s->data, &s->capacity, s->size + count + 1, 1, "text", err) < 0)
+        return SALA_E_MEMORY;
     if (count) memcpy(s->data + s->size, bytes, count);
     s->size += count;
     s->data[s->size] = 0;
@@ -485,7 +515,8 @@ static int sala__append(const sala__env *env, sala__string *s, const char *bytes
 }
 
 // "folder/name" in a fresh string, NULL when out of memory.
-static char *sala__join(const sala__env *env, const char *folder, const char *name, sala_error *err) {
+static char *sala__join(const sala__env *env, const char *folder, const char *name,
+                        sala_error *err) {
     size_t a = strlen(folder), b = strlen(name);
     char *p = (char *)sala__alloc(env, a + b + 2, 1, "a path", err);
     if (!p) return NULL;
@@ -515,7 +546,8 @@ static int sala__map_file(const char *path, sala__file *file, sala_error *err) {
     } else if (st.st_size > 0) {
         void *p = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
         if (p == MAP_FAILED) {
-            code = sala__fail(err, SALA_E_FILE, "%s: cannot map %lld bytes: %s", path, (long long)st.st_size, strerror(errno));
+            code = sala__fail(err, SALA_E_FILE, "%s: cannot map %lld bytes: %s", path,
+                              (long long)st.st_size, strerror(errno));
         } else {
             file->data = (const unsigned char *)p;
             file->size = (int64_t)st.st_size;
@@ -535,46 +567,48 @@ static int sala__file_exists(const char *path) {
     struct stat st;
     return stat(path, &st) == 0;
 }
-
-/* ------------------------------------------------------------------------------------------------
+/* -----------------------------------------------------------------------------------------------
    [3] JSON: a small strict parser (RFC 8259)
 
-   The whole text becomes a flat array of nodes linked by index (first child, next sibling); strings are
-   unescaped into one buffer. Nesting deeper than SALA__JSON_DEPTH is refused, so no input can overflow the
-   stack. Errors name the file and the byte offset. Numbers are the nearest double in every locale.
-   ------------------------------------------------------------------------------------------------ */
+   The whole text becomes a flat array of nodes linked by index (first child, next sibling); strings
+   are unescaped into one buffer. Nesting deeper than SALA__JSON_DEPTH is refused, so no input can
+   overflow the stack. Errors name the file and the byte offset. Numbers are the nearest double in
+   every locale.
+   -------------------------------------------------------------------------------------------- */
 
 #define SALA__JSON_DEPTH 64
-#define SALA__JSON_VALUES 4000000 // of the largest file: some 350 MB of nodes, ten times a real tokenizer
+#define SALA__JSON_VALUES                                                                          \
+    4000000 // of the largest file: some 350 MB of nodes, ten times a real tokenizer
 
 enum { SALA__NULL, SALA__BOOL, SALA__NUMBER, SALA__STRING, SALA__ARRAY, SALA__OBJECT };
 
 typedef struct sala__json_node {
     int32_t type;
-    int32_t count;      // array, object: number of children
-    int32_t child;      // first child or -1
-    int32_t next;       // next sibling or -1
-    size_t key;         // object member: offset of its zero-terminated key in the string buffer
+    int32_t count; // array, object: number of children
+    int32_t child; // first child or -1
+    int32_t next;  // next sibling or -1
+    size_t key;    // object member: offset of its zero-terminated key in the string buffer
     size_t key_size;
-    size_t text;        // string: offset
-    size_t text_size;   // string: bytes (may hold zero bytes)
-    double number;      // number, bool
-    int64_t integer;    // number: its value when it is an integer that fits, see is_integer
+    size_t text;      // string: offset
+    size_t text_size; // string: bytes (may hold zero bytes)
+    double number;    // number, bool
+    int64_t integer;  // number: its value when it is an integer that fits, see is_integer
     int32_t is_integer;
 } sala__json_node;
 
 typedef struct sala__json {
     const sala__env *env;
-    const char *where;           // file name for messages
-    const unsigned char *data;   // the input while parsing
+    const char *where;         // file name for messages
+    const unsigned char *data; // the input while parsing
     size_t size, at;
-    sala__json_node *nodes;      // nodes[0] is the root
+    sala__json_node *nodes; // nodes[0] is the root
     size_t node_count, node_capacity;
     sala__string strings;
 } sala__json;
 
 static int sala__json_fail(sala__json *j, sala_error *err, const char *what) {
-    return sala__fail(err, SALA_E_FILE, "%s: not valid JSON at byte %zu: %s", j->where, j->at, what);
+    return sala__fail(err, SALA_E_FILE, "%s: not valid JSON at byte %zu: %s", j->where, j->at,
+                      what);
 }
 
 static void sala__json_space(sala__json *j) {
@@ -590,7 +624,10 @@ static int sala__json_hex4(sala__json *j, unsigned *value) {
     *value = 0;
     for (int i = 0; i < 4; i++) {
         unsigned char c = j->data[j->at + (size_t)i];
-        unsigned d = c >= '0' && c <= '9' ? c - '0' + 0u : c >= 'a' && c <= 'f' ? c - 'a' + 10u : c >= 'A' && c <= 'F' ? c - 'A' + 10u : 16u;
+        unsigned d = c >= '0' && c <= '9'   ? c - '0' + 0u
+                     : c >= 'a' && c <= 'f' ? c - 'a' + 10u
+                     : c >= 'A' && c <= 'F' ? c - 'A' + 10u
+                                            : 16u;
         if (d > 15) return -1;
         *value = *value * 16 + d;
     }
@@ -640,10 +677,12 @@ static int sala__json_escape(sala__json *j, char out[4], sala_error *err) {
     if (sala__json_hex4(j, &code) < 0) return sala__json_fail(j, err, "\\u needs four hex digits");
     if (code >= 0xD800 && code < 0xE000) {
         size_t save = j->at;
-        int pair = code < 0xDC00 && j->size - j->at >= 2 && j->data[j->at] == '\\' && j->data[j->at + 1] == 'u';
+        int pair = code < 0xDC00 && j->size - j->at >= 2 && j->data[j->at] == '\\' &&
+                   j->data[j->at + 1] == 'u';
         if (pair) {
             j->at += 2;
-            if (sala__json_hex4(j, &low) < 0) return sala__json_fail(j, err, "\\u needs four hex digits");
+            if (sala__json_hex4(j, &low) < 0)
+                return sala__json_fail(j, err, "\\u needs four hex digits");
             pair = low >= 0xDC00 && low < 0xE000;
         }
         if (!pair) j->at = save;
@@ -659,7 +698,9 @@ static int sala__json_string(sala__json *j, size_t *offset, size_t *size, sala_e
     j->at++;
     for (;;) {
         size_t from = j->at;
-        while (j->at < j->size && j->data[j->at] != '"' && j->data[j->at] != '\\' && j->data[j->at] >= 0x20) j->at++;
+        while (j->at < j->size && j->data[j->at] != '"' && j->data[j->at] != '\\' &&
+               j->data[j->at] >= 0x20)
+            j->at++;
         code = sala__append(j->env, &j->strings, (const char *)j->data + from, j->at - from, err);
         if (code < 0) return code;
         if (j->at >= j->size) return sala__json_fail(j, err, "the text ends inside a string");
@@ -675,11 +716,12 @@ static int sala__json_string(sala__json *j, size_t *offset, size_t *size, sala_e
         if (code < 0) return code;
     }
     *size = j->strings.size - *offset;
-    return sala__append(j->env, &j->strings, "", 1, err); // the terminating zero is part of the buffer
+    return sala__append(j->env, &j->strings, "", 1,
+                        err); // the terminating zero is part of the buffer
 }
 
-// A number. strtod gets its digits without the point, and an exponent: so its answer is the nearest double
-// and does not depend on the locale, whose decimal point it would otherwise expect.
+// A number. strtod gets its digits without the point, and an exponent: so its answer is the nearest
+// double and does not depend on the locale, whose decimal point it would otherwise expect.
 static int sala__json_number(sala__json *j, sala__json_node *node, sala_error *err) {
     enum { KEEP = 780 }; // no double, and no middle of two, has more significant digits
     char text[KEEP + 16];
@@ -694,7 +736,8 @@ static int sala__json_number(sala__json *j, sala__json_node *node, sala_error *e
             exact = 0;
             digits = 0;
         }
-        for (; j->at < j->size && j->data[j->at] >= '0' && j->data[j->at] <= '9'; j->at++, digits++) {
+        for (; j->at < j->size && j->data[j->at] >= '0' && j->data[j->at] <= '9';
+             j->at++, digits++) {
             char c = (char)j->data[j->at];
             if (kept == KEEP) { // drop it, but keep its weight, and whether anything was dropped
                 rest |= c != '0';
@@ -706,14 +749,17 @@ static int sala__json_number(sala__json *j, sala__json_node *node, sala_error *e
             exponent -= fraction;
         }
         if (!digits) return sala__json_fail(j, err, "a number needs digits");
-        if (!fraction && digits > 1 && j->data[from] == '0') return sala__json_fail(j, err, "leading zero");
+        if (!fraction && digits > 1 && j->data[from] == '0')
+            return sala__json_fail(j, err, "leading zero");
     }
     if (j->at < j->size && (j->data[j->at] == 'e' || j->data[j->at] == 'E')) {
         int minus = 0, e = 0;
         exact = 0;
         j->at++;
-        if (j->at < j->size && (j->data[j->at] == '+' || j->data[j->at] == '-')) minus = j->data[j->at++] == '-';
-        for (digits = 0; j->at < j->size && j->data[j->at] >= '0' && j->data[j->at] <= '9'; j->at++, digits++)
+        if (j->at < j->size && (j->data[j->at] == '+' || j->data[j->at] == '-'))
+            minus = j->data[j->at++] == '-';
+        for (digits = 0; j->at < j->size && j->data[j->at] >= '0' && j->data[j->at] <= '9';
+             j->at++, digits++)
             if (e < 100000000) e = e * 10 + (j->data[j->at] - '0');
         if (!digits) return sala__json_fail(j, err, "an exponent needs digits");
         exponent += minus ? -e : e;
@@ -742,7 +788,8 @@ static int64_t sala__json_value(sala__json *j, int depth, sala_error *err) {
     int code = 0;
     if (depth > SALA__JSON_DEPTH) return sala__json_fail(j, err, "nested too deeply");
     if (j->node_count >= SALA__JSON_VALUES) return sala__json_fail(j, err, "too many values");
-    code = sala__grow(j->env, (void **)&j->nodes, &j->node_capacity, j->node_count + 1, sizeof *j->nodes, "JSON", err);
+    code = sala__grow(j->env, (void **)&j->nodes, &j->node_capacity, j->node_count + 1,
+                      sizeof *j->nodes, "JSON", err);
     if (code < 0) return code;
     int64_t self = (int64_t)j->node_count++;
     memset(&j->nodes[self], 0, sizeof j->nodes[self]);
@@ -763,21 +810,26 @@ static int64_t sala__json_value(sala__json *j, int depth, sala_error *err) {
                 if (c != '"') return sala__json_fail(j, err, "expected a key");
                 if ((code = sala__json_string(j, &key, &key_size, err)) < 0) return code;
                 sala__json_space(j);
-                if (j->at >= j->size || j->data[j->at] != ':') return sala__json_fail(j, err, "expected ':'");
+                if (j->at >= j->size || j->data[j->at] != ':')
+                    return sala__json_fail(j, err, "expected ':'");
                 j->at++;
             }
             int64_t child = sala__json_value(j, depth + 1, err);
             if (child < 0) return child;
             j->nodes[child].key = key;
             j->nodes[child].key_size = key_size;
-            if (last < 0) j->nodes[self].child = (int32_t)child;
-            else j->nodes[last].next = (int32_t)child;
+            if (last < 0)
+                j->nodes[self].child = (int32_t)child;
+            else
+                j->nodes[last].next = (int32_t)child;
             last = child;
             j->nodes[self].count++;
             sala__json_space(j);
             c = j->at < j->size ? j->data[j->at] : 0;
             if (c == (object ? '}' : ']')) break;
-            if (c != ',') return sala__json_fail(j, err, object ? "expected ',' or '}'" : "expected ',' or ']'");
+            if (c != ',')
+                return sala__json_fail(j, err,
+                                       object ? "expected ',' or '}'" : "expected ',' or ']'");
             j->at++;
         }
         j->at++;
@@ -796,7 +848,8 @@ static int64_t sala__json_value(sala__json *j, int depth, sala_error *err) {
     } else if (sala__json_word(j, "false")) {
         j->nodes[self].type = SALA__BOOL;
     } else if (!sala__json_word(j, "null")) {
-        code = sala__json_fail(j, err, j->at < j->size ? "expected a value" : "the text ends too early");
+        code = sala__json_fail(j, err,
+                               j->at < j->size ? "expected a value" : "the text ends too early");
     }
     return code < 0 ? code : self;
 }
@@ -808,9 +861,10 @@ static void sala__json_free(sala__json *j) {
     memset(j, 0, sizeof *j);
 }
 
-// Parse `size` bytes. On success `j` keeps no pointer into `data`; free it with sala__json_free. `where`
-// (a file name, for messages) must outlive it.
-static int sala__json_parse(const sala__env *env, const char *where, const void *data, size_t size, sala__json *j, sala_error *err) {
+// Parse `size` bytes. On success `j` keeps no pointer into `data`; free it with sala__json_free.
+// `where` (a file name, for messages) must outlive it.
+static int sala__json_parse(const sala__env *env, const char *where, const void *data, size_t size,
+                            sala__json *j, sala_error *err) {
     memset(j, 0, sizeof *j);
     j->env = env;
     j->where = where;
@@ -831,15 +885,17 @@ static int sala__json_parse(const sala__env *env, const char *where, const void 
 }
 
 // Parse a whole file of at most `limit` bytes.
-static int sala__json_file(const sala__env *env, const char *path, int64_t limit, sala__json *j, sala_error *err) {
+static int sala__json_file(const sala__env *env, const char *path, int64_t limit, sala__json *j,
+                           sala_error *err) {
     sala__file file;
     int code = sala__map_file(path, &file, err);
     if (code < 0) return code;
     if (file.size == 0) {
         code = sala__fail(err, SALA_E_FILE, "%s: the file is empty", path);
     } else if (file.size > limit) {
-        code = sala__fail(err, SALA_E_FILE, "%s: %lld bytes, more than the %lld that such a file may have", path, (long long)file.size,
-                          (long long)limit);
+        code = sala__fail(err, SALA_E_FILE,
+                          "%s: %lld bytes, more than the %lld that such a file may have", path,
+                          (long long)file.size, (long long)limit);
     } else {
         code = sala__json_parse(env, path, file.data, (size_t)file.size, j, err);
     }
@@ -862,7 +918,8 @@ static const char *sala__json_text(const sala__json *j, int node) { // NULL unle
     return n->type == SALA__STRING ? j->strings.data + n->text : NULL;
 }
 
-static int sala__json_get(const sala__json *j, int object, const char *key) { // the LAST member of that name
+static int sala__json_get(const sala__json *j, int object,
+                          const char *key) { // the LAST member of that name
     int found = -1;
     if (sala__json_at(j, object)->type != SALA__OBJECT) return -1;
     size_t n = strlen(key);
@@ -871,11 +928,11 @@ static int sala__json_get(const sala__json *j, int object, const char *key) { //
     return found;
 }
 
-static int sala__json_is(const sala__json *j, int node, const char *text) { // a string equal to text?
+static int sala__json_is(const sala__json *j, int node,
+                         const char *text) { // a string equal to text?
     const char *t = sala__json_text(j, node);
     return t && sala__json_at(j, node)->text_size == strlen(text) && strcmp(t, text) == 0;
 }
-
 
 /* ------------------------------------------------------------------------------------------------
    [4] CHECKPOINT: safetensors, config.json, the model's shape
@@ -2087,14 +2144,14 @@ static int sala__weights_allocate(const sala__env *env, const sala__config *c, s
      added tokens as they stand -> normaliser -> normalised added tokens -> Metaspace -> BPE
 
    BPE repeats "join the adjacent pair of lowest rank, leftmost first". Without a pre-tokenizer the
-   whole text is one word, so doing this naively is quadratic. Two things keep it O(n log n) and fast:
-   - A text is cut where no merge can ever join, see sala__joins. Words fall out of that by themselves.
+   whole text is one word, so doing this naively is quadratic. Two things keep it O(n log n):
+   - A text is cut where no merge can ever join, see sala__joins. Words fall out of that.
    - A short stretch is merged by scanning for the lowest rank, a long one with a heap.
 
    Where we differ from the library, on purpose:
-   - Bytes that are not UTF-8 become byte tokens one by one, and byte tokens decode to the bytes that
-     they name. (The library takes only valid text, and turns a whole run of byte tokens into U+FFFD
-     when the run is not valid UTF-8.) So every byte string survives encode and decode.
+   - Bytes that are not UTF-8 become byte tokens one by one, and byte tokens decode to the bytes
+     that they name. (The library takes only valid text, and turns a whole run of byte tokens into
+     U+FFFD when the run is not valid UTF-8.) So every byte string survives encode and decode.
    - Control tokens (special ones, BOS, EOS, the ChatML markers) come out of plain text in no way:
      merges that would build one are dropped. Users cannot forge the end of a turn.
    - A special token that is also "normalized" is left out of decoded text like all special ones.
@@ -2424,17 +2481,18 @@ static const sala__merge *sala__find_merge(const sala__tokenizer *t, int32_t lef
     return NULL;
 }
 
-/*  Can a merge ever join what is left of the border between the initial symbols a and b with what is
-    right of it? If not, the text may be cut there: both sides are merged as if the other did not exist.
+/*  Can a merge ever join what is left of the border between the initial symbols a and b with what
+    is right of it? If not, the text may be cut there: both sides are merged as if the other did not
+    exist.
 
-    Proof. A symbol is a run of initial symbols. Suppose that some merge (L, R) is the first to cross
-    the border; then L ends with the initial symbol a and R begins with b. When no merge names a byte
-    token or the unknown token as a part (sala__load_joins checks it, and otherwise lets everything
-    join), symbols that take part in merges consist of single-character tokens only, and their token's
-    string is the string of those characters. So a is the token of the last character of L's string
-    and b the token of the first character of R's: exactly such pairs are in the filter. The filter is
-    a hash set without false negatives; a false positive only makes a stretch longer. Merges on one
-    side do not depend on the other: in both orders each side does its own lowest ranks first. */
+    Proof. A symbol is a run of initial symbols. Suppose that some merge (L, R) is the first to
+    cross the border; then L ends with the initial symbol a and R begins with b. When no merge names
+    a byte token or the unknown token as a part (sala__load_joins checks it, and otherwise lets
+    everything join), symbols that take part in merges consist of single-character tokens only, and
+    their token's string is the string of those characters. So a is the token of the last character
+    of L's string and b the token of the first character of R's: exactly such pairs are in the
+    filter. It is a hash set without false negatives; a false positive only makes a stretch longer.
+    Merges on one side do not depend on the other: each side does its own lowest ranks first. */
 static int sala__joins(const sala__tokenizer *t, int32_t a, int32_t b) {
     return sala__filter_has(t->joins_filter, sala__hash_pair(a, b) & t->filter_mask);
 }
@@ -2915,8 +2973,8 @@ static int sala__token_text(const sala__tokenizer *t, int32_t id, int first, sal
     size_t size = k->text_size;
     sala__string added = {NULL, 0, 0}, result = {NULL, 0, 0};
     int code = 0;
-    if (k->flags &
-        SALA__TOKEN_NORMALIZED) { // the library decodes the normalised string of an added token
+    if (k->flags & SALA__TOKEN_NORMALIZED) {
+        // The library decodes the normalised string of such an added token.
         code = sala__run_steps(t->env, t->normalizer, t->normalizer_count, text, size, 0, &added,
                                spare, err);
         text = added.data;
@@ -3180,10 +3238,10 @@ static int sala__read_pre_tokenizer(sala__tokenizer *t, const sala__json *j, int
     return sala__read_metaspace(j, node, 0, &t->metaspace, err);
 }
 
-/*  The decoder. The library applies each step to a list of strings, one for each token. Steps before
-    ByteFallback and Fuse see single tokens: they are applied once for all at load. After Fuse there is
-    one string: only Strip from its front can go on there without waiting for the end of the text.
-    `*phase`: 0 tokens, 1 after ByteFallback, 2 fused. */
+/*  The decoder. The library applies each step to a list of strings, one for each token. Steps
+    before ByteFallback and Fuse see single tokens: they are applied once for all at load. After
+    Fuse there is one string: only Strip from its front can go on there without waiting for the end
+    of the text. `*phase`: 0 tokens, 1 after ByteFallback, 2 fused. */
 static int sala__read_decoder(sala__tokenizer *t, const sala__json *j, int node, int *phase,
                               sala_error *err) {
     int code = 0;
@@ -3589,10 +3647,10 @@ static int sala__load_shown(sala__tokenizer *t, sala_error *err) {
 
 // ---- the chat template ----
 
-/*  No Jinja runs here: the one template that we can write ourselves, ChatML, is recognised by its text.
-    For that it is reduced to what it puts out: white space, quotes, + ~ ( ) and {{ }} are dropped,
-    message['role'] becomes message.role, and a line end outside of tags becomes \n, as it stands in a
-    string, unless a tag eats it. */
+/*  No Jinja runs here: the one template that we can write ourselves, ChatML, is recognised by its
+    text. For that it is reduced to what it puts out: white space, quotes, + ~ ( ) and {{ }} are
+    dropped, message['role'] becomes message.role, and a line end outside of tags becomes \n, as it
+    stands in a string, unless a tag eats it. */
 static int sala__reduce_template(const sala__env *env, const char *p, size_t size,
                                  sala__string *out, sala_error *err) {
     int inside = 0, eat = 0, code = 0; // inside a tag; line ends are eaten (after "%}" and "-}}")
@@ -3604,11 +3662,10 @@ static int sala__reduce_template(const sala__env *env, const char *p, size_t siz
             char before = i > 0 ? p[i - 1] : 0, after = i + 2 < size ? p[i + 2] : 0;
             inside = open;
             eat = close && (c == '%' || before == '-');
-            if (open &&
-                after ==
-                    '-') // eats what came before it; the escape in a string has the tag's end behind it
-                while (out->size >= 2 && memcmp(out->data + out->size - 2, "\\\n", 2) == 0)
-                    out->size -= 2;
+            // "{{-" eats line ends before it; a string's escape has the end of its tag behind it.
+            while (open && after == '-' && out->size >= 2 &&
+                   memcmp(out->data + out->size - 2, "\\\n", 2) == 0)
+                out->size -= 2;
             if (c == '%' || next == '%') code = sala__append(env, out, open ? "{%" : "%}", 2, err);
             i += 1 + (open && after == '-');
         } else if (c == '\n' && !inside) {
@@ -4774,18 +4831,20 @@ static int32_t sala__sample(const sala__sampler *s, const float *logits, int64_t
 /* ------------------------------------------------------------------------------------------------
    [7] CPU BACK END
 
-   One plain C body per operation. Together they are the definition of what a device kernel must compute;
-   they are also fast enough to be used.
+   One plain C body per operation. Together they are the definition of what a device kernel must
+   compute; they are also fast enough to be used.
 
-   SIMD. All vector code works on 16 FP32 lanes (sala__v16), a GCC and Clang vector type: the compiler lowers
-   it to one AVX-512 register, two of AVX, four of SSE or NEON. +, - and * on it are single IEEE operations of
-   each lane. The one thing that the type cannot say is "multiply and add with one rounding"; sala__fma is the
-   only function with intrinsics. So every machine computes the same bits.
+   SIMD. Vectors are a GCC and Clang type: sala__vec has the width of the machine, sala__v16 always
+   16 FP32 lanes, in one AVX-512 register, two of AVX, four of SSE or NEON. +, -, * and / on them
+   are IEEE operations of each lane. What the type cannot say is "multiply and add with one
+   rounding": sala__fma_vec has intrinsics. So have two other places, for speed alone. So every
+   machine computes the same bits. (GCC keeps a sala__v16 in memory where registers are narrower:
+   correct but slow, so the matrix products are written with sala__vec.)
 
-   THREADS. An operation is a number of items; threads take items from a shared counter. What an item computes
-   depends on the item alone and no two items write the same place, so neither the number of threads nor who
-   took which item can change a bit. No floating-point sum is ever shared between threads.
-   ------------------------------------------------------------------------------------------------ */
+   THREADS. An operation is a number of items; threads take items from a shared counter. What an
+   item computes depends on the item alone, and no two items write the same place. So neither the
+   number of threads nor who took which item can change a bit.
+   --------------------------------------------------------------------------------------------- */
 
 #include <signal.h>
 #if defined(__FMA__) || defined(__AVX512F__)
@@ -4794,25 +4853,131 @@ static int32_t sala__sample(const sala__sampler *s, const float *logits, int64_t
 #include <arm_neon.h>
 #endif
 
-// 64-byte vectors are passed by value between functions that are always inlined; the note that their calling
-// convention depends on -mavx512f does not concern them.
+// Vectors of 64 bytes are passed by value, but only between functions that are inlined, so it does
+// not matter that -mavx512f changes how that is done. Ends with the section.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpsabi"
 
 #define SALA__INLINE static inline __attribute__((always_inline, unused))
 
+// Before a loop of few steps over arrays that are to be registers: unroll all of it. Clang does so
+// by itself, and less well when it is told to.
+#ifdef __clang__
+#define SALA__UNROLL
+#else
+#define SALA__UNROLL _Pragma("GCC unroll 16")
+#endif
+
+// ---- vectors of the machine's own width ----
+
+#if defined(__AVX512F__)
+#define SALA__VEC 16
+#elif defined(__AVX__)
+#define SALA__VEC 8
+#else
+#define SALA__VEC 4
+#endif
+
+typedef float sala__vec __attribute__((vector_size(4 * SALA__VEC)));
+typedef uint32_t sala__vec_bits __attribute__((vector_size(4 * SALA__VEC)));
+typedef uint16_t sala__vec_half __attribute__((vector_size(2 * SALA__VEC)));
+// The same in memory: at any address that suits an element, and under any other type.
+typedef float sala__vec_memory __attribute__((vector_size(4 * SALA__VEC), aligned(4), may_alias));
+typedef uint16_t sala__vec_half_memory
+    __attribute__((vector_size(2 * SALA__VEC), aligned(2), may_alias));
+
+SALA__INLINE sala__vec sala__set_vec(float x) {
+    sala__vec v;
+    for (int i = 0; i < SALA__VEC; i++) v[i] = x;
+    return v;
+}
+
+SALA__INLINE sala__vec sala__load_vec(const float *p) {
+    return *(const sala__vec_memory *)p;
+}
+
+SALA__INLINE void sala__store_vec(float *p, sala__vec v) {
+    *(sala__vec_memory *)p = v;
+}
+
+// a * b + c, rounded once.
+SALA__INLINE sala__vec sala__fma_vec(sala__vec a, sala__vec b, sala__vec c) {
+#if defined(__AVX512F__)
+    return (sala__vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (sala__vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (sala__vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    for (int i = 0; i < SALA__VEC; i++) c[i] = fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
+// Numbers of 16 bits, each with zeros above it.
+SALA__INLINE sala__vec_bits sala__widen_vec(const void *p) {
+#if defined(__AVX512F__) // One instruction; GCC makes five of the other form.
+    // "maskz": GCC's plain intrinsic takes an undefined register along and warns of it in C++.
+    return (sala__vec_bits)_mm512_maskz_cvtepu16_epi32(0xFFFF,
+                                                       _mm256_loadu_si256((const __m256i *)p));
+#else
+    return __builtin_convertvector(*(const sala__vec_half_memory *)p, sala__vec_bits);
+#endif
+}
+
+SALA__INLINE int sala__weight_size(int32_t format) { // bytes
+    return format == SALA_F32 ? 4 : 2;
+}
+
+SALA__INLINE sala__vec sala__choose_vec(sala__vec_bits mask, sala__vec_bits yes,
+                                        sala__vec_bits no) {
+    return (sala__vec)((mask & yes) | (~mask & no));
+}
+
+SALA__INLINE sala__vec sala__load_weight_vec(const void *p, int32_t format) {
+    if (format == SALA_F32) return sala__load_vec((const float *)p);
+    sala__vec_bits u = sala__widen_vec(p);
+    if (format == SALA_BF16) return (sala__vec)(u << 16);
+    sala__vec_bits magnitude = (u & 0x7FFFu) << 13, sign = (u & 0x8000u) << 16; // as sala_f16_f32
+    sala__vec_bits finite = (sala__vec_bits)((sala__vec)magnitude * sala__set_vec(0x1p112f));
+    sala__vec_bits large = (sala__vec_bits)(magnitude >= 0x0F800000u); // Inf, NaN
+    return sala__choose_vec(large, sign | magnitude | 0x70000000u, sign | finite);
+}
+
+#ifdef SALA_ACT_FP32
+SALA__INLINE sala__vec sala__load_act_vec(const sala_act *p) {
+    return sala__load_vec(p);
+}
+
+SALA__INLINE void sala__store_act_vec(sala_act *p, sala__vec v) {
+    sala__store_vec(p, v);
+}
+#else
+SALA__INLINE sala__vec sala__load_act_vec(const sala_act *p) {
+    return (sala__vec)(sala__widen_vec(p) << 16);
+}
+
+SALA__INLINE void sala__store_act_vec(sala_act *p, sala__vec v) { // as sala_f32_bf16
+    sala__vec_bits u = (sala__vec_bits)v;
+    sala__vec_bits nan = (sala__vec_bits)((u & 0x7FFFFFFFu) > 0x7F800000u);
+    sala__vec_bits rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16, quiet = (u >> 16) | 0x40u;
+    *(sala__vec_half_memory *)p =
+        __builtin_convertvector((nan & quiet) | (~nan & rounded), sala__vec_half);
+}
+#endif
+
 // ---- 16 lanes ----
 
 typedef float sala__v16 __attribute__((vector_size(64)));
-typedef uint32_t sala__u16 __attribute__((vector_size(64)));
-typedef uint16_t sala__h16 __attribute__((vector_size(32))); // 16 numbers of 16 bits
-
-// The same in memory: at any address that suits an element, and under any other type.
+typedef uint32_t sala__v16_bits __attribute__((vector_size(64)));
 typedef float sala__v16_memory __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t sala__h16_memory __attribute__((vector_size(32), aligned(2), may_alias));
+typedef float sala__v8_memory __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float sala__v4 __attribute__((vector_size(16)));
+typedef float sala__v4_memory __attribute__((vector_size(16), aligned(4), may_alias));
 
 SALA__INLINE sala__v16 sala__set16(float x) {
-    return x - (sala__v16){0}; // x - 0 is x, also for -0 and NaN
+    sala__v16 v = {x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
+    return v;
 }
 
 SALA__INLINE sala__v16 sala__load16(const float *p) {
@@ -4823,94 +4988,89 @@ SALA__INLINE void sala__store16(float *p, sala__v16 v) {
     *(sala__v16_memory *)p = v;
 }
 
-SALA__INLINE sala__v16 sala__widen_bf16(const void *p) {
-    sala__h16 h = *(const sala__h16_memory *)p;
-    return (sala__v16)(__builtin_convertvector(h, sala__u16) << 16);
-}
-
-// As sala_f16_f32.
-SALA__INLINE sala__v16 sala__widen_f16(const void *p) {
-    sala__h16 h = *(const sala__h16_memory *)p;
-    sala__u16 u = __builtin_convertvector(h, sala__u16);
-    sala__u16 magnitude = (u & 0x7FFFu) << 13, sign = (u & 0x8000u) << 16;
-    sala__u16 finite = (sala__u16)((sala__v16)magnitude * sala__set16(0x1p112f));
-    sala__u16 large = (sala__u16)(magnitude >= 0x0F800000u); // Inf, NaN
-    return (sala__v16)(sign | (large & (magnitude | 0x70000000u)) | (~large & finite));
-}
-
+#if SALA__VEC == 16
 SALA__INLINE sala__v16 sala__load_weight16(const void *data, int32_t format, size_t index) {
-    if (format == SALA_BF16) return sala__widen_bf16((const uint16_t *)data + index);
-    if (format == SALA_F16) return sala__widen_f16((const uint16_t *)data + index);
-    return sala__load16((const float *)data + index);
+    const char *at = (const char *)data + index * (size_t)sala__weight_size(format);
+    return sala__load_weight_vec(at, format);
 }
 
-#ifdef SALA_ACT_FP32
 SALA__INLINE sala__v16 sala__load_act16(const sala_act *p) {
-    return sala__load16(p);
+    return sala__load_act_vec(p);
 }
+
 SALA__INLINE void sala__store_act16(sala_act *p, sala__v16 v) {
-    sala__store16(p, v);
+    sala__store_act_vec(p, v);
 }
-#else
-SALA__INLINE sala__v16 sala__load_act16(const sala_act *p) {
-    return sala__widen_bf16(p);
-}
-SALA__INLINE void sala__store_act16(sala_act *p, sala__v16 v) { // as sala_f32_bf16
-    sala__u16 u = (sala__u16)v;
-    sala__u16 nan = (sala__u16)((u & 0x7FFFFFFFu) > 0x7F800000u);
-    sala__u16 rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
-    sala__u16 quiet = (u >> 16) | 0x40u;
-    *(sala__h16_memory *)p = __builtin_convertvector((nan & quiet) | (~nan & rounded), sala__h16);
-}
-#endif
 
-// a * b + c, rounded once.
 SALA__INLINE sala__v16 sala__fma16(sala__v16 a, sala__v16 b, sala__v16 c) {
-#if defined(__AVX512F__)
-    return (sala__v16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    __m256 x[2], y[2], z[2];
-    memcpy(x, &a, 64), memcpy(y, &b, 64), memcpy(z, &c, 64);
-    z[0] = _mm256_fmadd_ps(x[0], y[0], z[0]);
-    z[1] = _mm256_fmadd_ps(x[1], y[1], z[1]);
-    memcpy(&c, z, 64);
-    return c;
-#else
-    for (int i = 0; i < 16; i++) c[i] = fmaf(a[i], b[i], c[i]);
-    return c;
-#endif
+    return sala__fma_vec(a, b, c);
 }
+#else // in pieces of the machine's width
+SALA__INLINE sala__v16 sala__load_weight16(const void *data, int32_t format, size_t index) {
+    float out[16];
+    int size = sala__weight_size(format);
+    const char *at = (const char *)data + index * (size_t)size;
+    for (int i = 0; i < 16; i += SALA__VEC)
+        sala__store_vec(out + i, sala__load_weight_vec(at + i * size, format));
+    return sala__load16(out);
+}
+
+SALA__INLINE sala__v16 sala__load_act16(const sala_act *p) {
+    float out[16];
+    for (int i = 0; i < 16; i += SALA__VEC) sala__store_vec(out + i, sala__load_act_vec(p + i));
+    return sala__load16(out);
+}
+
+SALA__INLINE void sala__store_act16(sala_act *p, sala__v16 v) {
+    for (int i = 0; i < 16; i += SALA__VEC)
+        sala__store_act_vec(p + i, sala__load_vec((const float *)&v + i));
+}
+
+SALA__INLINE sala__v16 sala__fma16(sala__v16 a, sala__v16 b, sala__v16 c) {
+    float *to = (float *)&c;
+    for (int i = 0; i < 16; i += SALA__VEC) {
+        sala__vec x = sala__load_vec((const float *)&a + i),
+                  y = sala__load_vec((const float *)&b + i);
+        sala__store_vec(to + i, sala__fma_vec(x, y, sala__load_vec(to + i)));
+    }
+    return c;
+}
+#endif
 
 // The fixed tree of a sum of 16 lanes: lanes i and i + 8, then i + 4, i + 2, i + 1.
 SALA__INLINE float sala__sum16(sala__v16 v) {
     float lane[16];
     sala__store16(lane, v);
-    for (int half = 8; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) lane[i] = lane[i] + lane[i + half];
-    return lane[0];
+    const sala__v8_memory *half = (const sala__v8_memory *)lane;
+    *(sala__v8_memory *)lane = half[0] + half[1];
+    const sala__v4_memory *quarter = (const sala__v4_memory *)lane;
+    sala__v4 four = quarter[0] + quarter[1];
+    return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-SALA__INLINE float sala__max16(sala__v16 v) { // of numbers: where a NaN stands, the answer may be any lane
-    float lane[16];
-    sala__store16(lane, v);
-    for (int half = 8; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
-    return lane[0];
+SALA__INLINE float sala__max16(sala__v16 v) { // of numbers: a NaN may get lost
+    float m[16];
+    sala__store16(m, v);
+    for (int i = 0; i < 8; i++) m[i] = m[i] > m[i + 8] ? m[i] : m[i + 8];
+    for (int i = 0; i < 4; i++) m[i] = m[i] > m[i + 4] ? m[i] : m[i + 4];
+    for (int i = 0; i < 2; i++) m[i] = m[i] > m[i + 2] ? m[i] : m[i + 2];
+    return m[0] > m[1] ? m[0] : m[1];
 }
 
-SALA__INLINE sala__v16 sala__choose16(sala__u16 mask, sala__v16 yes, sala__v16 no) {
-    return (sala__v16)((mask & (sala__u16)yes) | (~mask & (sala__u16)no));
+SALA__INLINE sala__v16 sala__choose16(sala__v16_bits mask, sala__v16 yes, sala__v16 no) {
+    return (sala__v16)((mask & (sala__v16_bits)yes) | (~mask & (sala__v16_bits)no));
 }
 
-// e^x within 1 ulp: 2^n * e^r with n = round(x / ln 2), a polynomial for e^r, |r| <= ln(2) / 2. Subnormal
-// results are rounded, not flushed; below -104 it is 0, above 88.73 infinity; NaN stays NaN.
+// e^x within 1 ulp: 2^n * e^r with n = round(x / ln 2), a polynomial for e^r, |r| <= ln(2) / 2.
+// Subnormal results are rounded, not flushed. Below -104 it is 0, above 88.73 infinity. NaN stays.
 SALA__INLINE sala__v16 sala__exp16(sala__v16 x) {
-    const float round = 0x1.8p23f; // adding it rounds to an integer, which then stands in the low bits
-    x = sala__choose16((sala__u16)(x < -104.0f), sala__set16(-104.0f), x);
-    x = sala__choose16((sala__u16)(x > 89.0f), sala__set16(89.0f), x);
+    const float round = 0x1.8p23f; // added, it leaves the nearest integer in the low bits
+    x = sala__choose16((sala__v16_bits)(x < -104.0f), sala__set16(-104.0f), x);
+    x = sala__choose16((sala__v16_bits)(x > 89.0f), sala__set16(89.0f), x);
     sala__v16 shifted = sala__fma16(x, sala__set16(1.44269504f), sala__set16(round));
     sala__v16 n = shifted - sala__set16(round);
-    sala__v16 r = sala__fma16(n, sala__set16(-0x1.62e400p-1f), x); // ln 2 in two parts, n times the first is exact
+    // x - n ln 2, with ln 2 in two parts: n times the first is exact.
+    sala__v16 r = sala__fma16(n, sala__set16(-0x1.62e400p-1f), x);
     r = sala__fma16(n, sala__set16(-0x1.7f7d1cp-20f), r);
     sala__v16 p = sala__set16(1.9875691500e-4f);
     p = sala__fma16(p, r, sala__set16(1.3981999507e-3f));
@@ -4921,7 +5081,7 @@ SALA__INLINE sala__v16 sala__exp16(sala__v16 x) {
     p = sala__fma16(p, r * r, r);
     p = p + sala__set16(1.0f);
     // 2^n as two factors, so that n may be -150 or 128.
-    sala__u16 e = (sala__u16)shifted - (sala_f32_bits(round) - 256u), half = e >> 1;
+    sala__v16_bits e = (sala__v16_bits)shifted - (sala_f32_bits(round) - 256u), half = e >> 1;
     sala__v16 low = (sala__v16)((half - 1u) << 23), high = (sala__v16)((e - half - 1u) << 23);
     return p * low * high;
 }
@@ -4935,15 +5095,16 @@ SALA__INLINE sala__v16 sala__silu16(sala__v16 x) { // x * sigmoid(x)
 }
 
 // ---- threads ----
-// A pool of threads - 1 threads; the caller's is thread 0. A decode step starts some hundreds of jobs a few
-// microseconds apart, so threads without work spin for a while before they sleep.
+// A pool of threads - 1 threads; the caller's is thread 0. A decode step starts some hundreds of
+// jobs a few microseconds apart, so threads without work spin for a while before they sleep.
 //
-// `state` holds the number of the job, whether it is open, and how many workers are in it. A worker enters an
-// open job by counting itself in; the caller closes the job when no item is left and waits for those inside.
-// A worker that wakes up too late finds the job closed: nobody waits for threads that the system keeps waiting.
+// `state` holds the number of the job, whether it is open, and how many workers are in it. A worker
+// enters an open job by counting itself in; the caller closes the job when no item is left and
+// waits for those inside. A worker that wakes up too late finds the job closed: nobody waits for
+// threads that the system keeps waiting.
 
 #define SALA__MAX_THREADS 256
-#define SALA__OPEN 0x8000u                    // in state; below it the workers inside, above it the job's number
+#define SALA__OPEN 0x8000u // in state; below it the workers inside, above it the job's number
 #define SALA__SPIN_SECONDS 50e-6
 
 typedef void (*sala__body)(void *context, int64_t item, int thread);
@@ -4959,8 +5120,8 @@ typedef struct sala__worker {
 struct sala__cpu { // not to be moved or copied while open
     sala__env env;
     int threads, processors;
-    int started; // workers that run: threads - 1 once open
-    sala__worker *workers; // [threads - 1]
+    int started;                             // workers that run: threads - 1 once open
+    sala__worker *workers;                   // [threads - 1]
     unsigned char *scratch_memory, *scratch; // [threads, scratch_stride]
     size_t scratch_stride;
     pthread_mutex_t mutex;
@@ -5014,7 +5175,9 @@ static uint64_t sala__await_job(sala__cpu *cpu, uint64_t seen) {
         __atomic_fetch_add(&cpu->sleepers, 1, __ATOMIC_SEQ_CST);
         for (;;) {
             state = __atomic_load_n(&cpu->state, __ATOMIC_SEQ_CST);
-            if (((state & SALA__OPEN) && state >> 16 != seen) || __atomic_load_n(&cpu->stop, __ATOMIC_ACQUIRE)) break;
+            if (((state & SALA__OPEN) && state >> 16 != seen) ||
+                __atomic_load_n(&cpu->stop, __ATOMIC_ACQUIRE))
+                break;
             pthread_cond_wait(&cpu->wake, &cpu->mutex);
         }
         __atomic_fetch_sub(&cpu->sleepers, 1, __ATOMIC_SEQ_CST);
@@ -5030,7 +5193,9 @@ static void *sala__worker_main(void *argument) {
     for (;;) {
         uint64_t state = sala__await_job(cpu, seen);
         if (state == 0) return NULL;
-        if (!__atomic_compare_exchange_n(&cpu->state, &state, state + 1, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) continue;
+        if (!__atomic_compare_exchange_n(&cpu->state, &state, state + 1, 0, __ATOMIC_ACQ_REL,
+                                         __ATOMIC_RELAXED))
+            continue;
         seen = state >> 16;
         sala__take_items(cpu, worker->thread);
         __atomic_fetch_sub(&cpu->state, 1, __ATOMIC_RELEASE);
@@ -5044,8 +5209,8 @@ static void sala__wake_sleepers(sala__cpu *cpu) {
     pthread_mutex_unlock(&cpu->mutex);
 }
 
-// Run body(context, i, thread) for i = 0 .. items - 1 and return when all are done. `thread` numbers who runs
-// it, for scratch. A body may not start a job itself.
+// Run body(context, i, thread) for i = 0 .. items - 1 and return when all are done. `thread`
+// numbers who runs it, for scratch. A body may not start a job itself.
 static void sala__parallel(sala__cpu *cpu, int64_t items, sala__body body, void *context) {
     if (items <= 1 || cpu->threads == 1) {
         for (int64_t i = 0; i < items; i++) body(context, i, 0);
@@ -5121,28 +5286,34 @@ static int sala__cpu_start(sala__cpu *cpu, sala_error *err) {
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (code == 0) return 0;
-    return sala__fail(err, SALA_E_MEMORY, "cannot start thread %d of %d: %s; set a smaller number of threads",
+    return sala__fail(err, SALA_E_MEMORY,
+                      "cannot start thread %d of %d: %s; set a smaller number of threads",
                       cpu->started + 2, cpu->threads, strerror(code));
 }
 
-#define SALA__GEMM_ROWS 64 // rows of x, and weight rows, that one item of a matrix product works on
-#define SALA__GEMM_SCRATCH (sizeof(float) * (2 * SALA__GEMM_ROWS * SALA_GEMM_K + SALA__GEMM_ROWS * SALA__GEMM_ROWS))
+static size_t sala__gemm_scratch(void);
 
 // `threads` 0: one for each processor. `scratch_bytes` for each thread.
-static int sala__cpu_open(const sala__env *env, int threads, size_t scratch_bytes, sala__cpu *cpu, sala_error *err) {
+static int sala__cpu_open(const sala__env *env, int threads, size_t scratch_bytes, sala__cpu *cpu,
+                          sala_error *err) {
     memset(cpu, 0, sizeof *cpu);
     cpu->env = *env;
     cpu->processors = sala__processors();
     if (threads <= 0) threads = cpu->processors;
     if (threads > SALA__MAX_THREADS)
-        return sala__fail(err, SALA_E_ARGUMENT, "threads: %d is more than %d", threads, SALA__MAX_THREADS);
-    if (scratch_bytes < SALA__GEMM_SCRATCH) scratch_bytes = SALA__GEMM_SCRATCH;
+        return sala__fail(err, SALA_E_ARGUMENT, "threads: %d is more than %d", threads,
+                          SALA__MAX_THREADS);
+    if (scratch_bytes < sala__gemm_scratch()) scratch_bytes = sala__gemm_scratch();
     if (scratch_bytes > SIZE_MAX / 2 / SALA__MAX_THREADS)
-        return sala__fail(err, SALA_E_MEMORY, "out of memory: %zu bytes of scratch for each thread", scratch_bytes);
-    cpu->scratch_stride = (scratch_bytes + 4095) / 4096 * 4096 + 64; // threads do not meet in the same cache sets
-    cpu->workers = (sala__worker *)sala__alloc(env, (size_t)threads, sizeof(sala__worker), "threads", err);
+        return sala__fail(err, SALA_E_MEMORY, "out of memory: %zu bytes of scratch for each thread",
+                          scratch_bytes);
+    cpu->scratch_stride =
+        (scratch_bytes + 4095) / 4096 * 4096 + 64; // threads do not meet in the same cache sets
+    cpu->workers =
+        (sala__worker *)sala__alloc(env, (size_t)threads, sizeof(sala__worker), "threads", err);
     if (!cpu->workers) return SALA_E_MEMORY;
-    cpu->scratch_memory = (unsigned char *)sala__alloc(env, (size_t)threads * cpu->scratch_stride + 64, 1, "scratch of the threads", err);
+    cpu->scratch_memory = (unsigned char *)sala__alloc(
+        env, (size_t)threads * cpu->scratch_stride + 64, 1, "scratch of the threads", err);
     if (!cpu->scratch_memory) {
         sala__release(env, cpu->workers);
         return SALA_E_MEMORY;
@@ -5157,9 +5328,10 @@ static int sala__cpu_open(const sala__env *env, int threads, size_t scratch_byte
 }
 
 // ---- matrix products ----
-// The definition of one element: the sum over k is cut into partial sums over SALA_GEMM_K elements, counted from
-// k = 0 (the last may be shorter; k is a multiple of 16); a partial sum is 16 interleaved fma chains (lane =
-// k mod 16) that start at 0, folded by sala__sum16; the partial sums are added in order to 0, in FP32.
+// The definition of one element: the sum over k is cut into partial sums over SALA_GEMM_K elements,
+// counted from k = 0 (the last may be shorter; k is a multiple of 16); a partial sum is 16
+// interleaved fma chains (lane = k mod 16) that start at 0, folded by sala__sum16; the partial sums
+// are added in order to 0, in FP32.
 
 static SALA__UNUSED float sala__dot_reference(const float *x, const float *w, int k) { // [k] [k]
     float sum = 0;
@@ -5174,65 +5346,346 @@ static SALA__UNUSED float sala__dot_reference(const float *x, const float *w, in
     return sum;
 }
 
+// How it is made fast. An item is a block of rows and a panel of weight rows. Its part of x is
+// widened to FP32 in the thread's scratch. Prefill goes through tiles: 4 weight rows and a few rows
+// of x, whose sums stay in registers while the tile walks through one partial sum; both sides are
+// packed in the order in which it reads them. Decode (few rows) is bound by memory: there each
+// weight row is read once, from its beginning to its end, the pattern that processors fetch ahead
+// best.
+
+// Rows of x in a tile: as many as the registers hold. SALA__GEMM_DIRECT: up to so many rows it does
+// not pay to pack the weights.
+#if SALA__VEC == 16
+#define SALA__TILE 4
+#define SALA__GEMM_DIRECT 16
+#else
+#define SALA__TILE (SALA__VEC == 8 ? 3 : 4)
+#define SALA__GEMM_DIRECT 0
+#endif
+
+#define SALA__GEMM_ROWS 64   // rows of x in a block: with SALA_GEMM_K columns they fit an L2 cache
+#define SALA__GEMM_PANEL 256 // most weight rows in a panel
+#define SALA__GEMM_NARROW 8192 // floats of x that fit an L1 cache beside the weights
+#define SALA__GEMM_AHEAD 8192  // bytes: how far ahead of their use weights are fetched
+
 typedef struct sala__gemm_job {
     sala__cpu *cpu;
     const sala_gemm_args *a;
-    int64_t row_blocks;
+    int64_t panels;                           // of all weights together
+    int32_t block, panel;                     // rows in a block, weight rows in a panel
+    int32_t whole;                            // all of x fits the scratch: a thread widens it once
+    int32_t narrow;                           // few rows: walk along the weight rows
+    unsigned char widened[SALA__MAX_THREADS]; // whole: this thread has done it
 } sala__gemm_job;
+
+// What an item works on, in the thread's scratch.
+typedef struct sala__gemm_part {
+    const sala_weight *w;
+    int32_t row, rows, tiles, col, cols; // of y; tiles of rows
+    float *x;       // blocks of SALA_GEMM_K columns: [tiles][columns / 16, rows of the tile, 16]
+    float *weights; // [SALA_GEMM_K / 16, 4, 16]
+    float *sums;    // [cols / 4, tiles][SALA__TILE, 4]
+} sala__gemm_part;
+
+static size_t sala__gemm_scratch(void) { // bytes for each thread
+    size_t x = SALA__GEMM_ROWS * SALA_GEMM_K, weights = 4 * SALA_GEMM_K;
+    size_t sums = SALA__GEMM_PANEL * (SALA__GEMM_ROWS + SALA__TILE);
+    return sizeof(float) * (x + weights + sums);
+}
+
+// Widen columns from .. from + depth - 1 of the part's rows of x.
+static void sala__gemm_widen_x(const sala_gemm_args *a, const sala__gemm_part *p, int from,
+                               int depth, float *to) {
+    for (int tile = 0; tile < p->rows; tile += SALA__TILE) {
+        int height = p->rows - tile < SALA__TILE ? p->rows - tile : SALA__TILE;
+        for (int r = 0; r < height; r++) {
+            const sala_act *x = a->x + (size_t)(p->row + tile + r) * (size_t)p->w->k + from;
+            float *out = to + tile * depth + 16 * r;
+            for (int i = 0; i < depth; i += 16, out += 16 * height)
+                for (int j = 0; j < 16; j += SALA__VEC)
+                    sala__store_vec(out + j, sala__load_act_vec(x + i + j));
+        }
+    }
+}
+
+// Where weight row n (the last row, when there are fewer) has column `from`.
+static const char *sala__weight_at(const sala_weight *w, int n, int from) {
+    size_t index = (size_t)(n < w->n ? n : w->n - 1) * (size_t)w->k + (size_t)from;
+    return (const char *)w->data + index * (size_t)sala__weight_size(w->format);
+}
+
+// Load into a register, once: left to itself GCC repeats the load in every fma that uses it.
+SALA__INLINE sala__vec sala__load_once(const float *p) {
+    sala__vec v = sala__load_vec(p);
+#if defined(__AVX512F__)
+    __asm__("" : "+v"(v));
+#elif defined(__x86_64__)
+    __asm__("" : "+x"(v));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(v));
+#endif
+    return v;
+}
+
+// The 4 weight rows of a tile.
+typedef struct sala__tile_weights {
+    const float *packed;  // [steps, 4, 16] FP32
+    const char *row[4];   // [16 * steps] as they are: read directly if BF16 and `direct`
+    const char *ahead[4]; // [16 * steps] what to fetch into the cache meanwhile
+} sala__tile_weights;
+
+// lanes[r][c] = sum over `steps` of x[r] * w[c], for the SALA__VEC lanes from `part`.
+SALA__INLINE void sala__tile_multiply(int rows, int direct, const float *x,
+                                      const sala__tile_weights *w, int part, int steps,
+                                      sala__vec lanes[][4]) {
+    SALA__UNROLL
+    for (int r = 0; r < rows; r++)
+        lanes[r][0] = lanes[r][1] = lanes[r][2] = lanes[r][3] = sala__set_vec(0);
+    for (int step = 0; step < steps; step++) {
+        sala__vec xs[SALA__TILE];
+        SALA__UNROLL
+        for (int r = 0; r < rows; r++) xs[r] = sala__load_once(x + 16 * (step * rows + r) + part);
+        if (direct && part == 0) { // two of the four rows: a cache line lasts for two steps
+            const char *const *ahead = w->ahead + 2 * (step & 1);
+            __builtin_prefetch(ahead[0] + 32 * (step & ~1));
+            __builtin_prefetch(ahead[1] + 32 * (step & ~1));
+        }
+        SALA__UNROLL
+        for (int c = 0; c < 4; c++) {
+            sala__vec wc =
+                direct ? sala__load_weight_vec(w->row[c] + 2 * (16 * step + part), SALA_BF16)
+                       : sala__load_once(w->packed + 16 * (step * 4 + c) + part);
+            SALA__UNROLL
+            for (int r = 0; r < rows; r++) lanes[r][c] = sala__fma_vec(xs[r], wc, lanes[r][c]);
+        }
+    }
+}
+
+// sums[r][c] += sala__sum16 of the lanes: one partial sum of `rows` (at most SALA__TILE) rows of x
+// with 4 weight rows. x: [steps, rows, 16], sums: [SALA__TILE, 4].
+#if SALA__VEC == 16
+// All 16 folds at once: a step adds the halves of two vectors and keeps both results in one.
+SALA__INLINE void sala__tile_add(int rows, int direct, const float *x, const sala__tile_weights *w,
+                                 int steps, float *sums) {
+    sala__vec v[4][4];
+    SALA__UNROLL
+    for (int r = 0; r < 4; r++) v[r][0] = v[r][1] = v[r][2] = v[r][3] = sala__set_vec(0);
+    sala__tile_multiply(rows, direct, x, w, 0, steps, v);
+#define SALA__FOLD(shuffle, a, b, low, high)                                                       \
+    ((sala__vec)shuffle(0xFFFF, (__m512)(a), (__m512)(b), low) +                                   \
+     (sala__vec)shuffle(0xFFFF, (__m512)(a), (__m512)(b), high))
+    SALA__UNROLL
+    for (int c = 0; c < 4; c++) {
+        v[0][c] = SALA__FOLD(_mm512_maskz_shuffle_f32x4, v[0][c], v[1][c], 0x44, 0xEE);
+        v[2][c] = SALA__FOLD(_mm512_maskz_shuffle_f32x4, v[2][c], v[3][c], 0x44, 0xEE);
+        v[0][c] = SALA__FOLD(_mm512_maskz_shuffle_f32x4, v[0][c], v[2][c], 0x88, 0xDD);
+    }
+    v[0][0] = SALA__FOLD(_mm512_maskz_shuffle_ps, v[0][0], v[0][1], 0x44, 0xEE);
+    v[0][2] = SALA__FOLD(_mm512_maskz_shuffle_ps, v[0][2], v[0][3], 0x44, 0xEE);
+    v[0][0] = SALA__FOLD(_mm512_maskz_shuffle_ps, v[0][0], v[0][2], 0x88, 0xDD);
+#undef SALA__FOLD
+    sala__store_vec(sums, sala__load_vec(sums) + v[0][0]);
+}
+#else
+SALA__INLINE void sala__tile_add(int rows, int direct, const float *x, const sala__tile_weights *w,
+                                 int steps, float *sums) {
+    float out[SALA__TILE * 4][16];
+    SALA__UNROLL
+    for (int part = 0; part < 16; part += SALA__VEC) {
+        sala__vec lanes[SALA__TILE][4];
+        sala__tile_multiply(rows, direct, x, w, part, steps, lanes);
+        SALA__UNROLL
+        for (int i = 0; i < 4 * rows; i++) sala__store_vec(out[i] + part, lanes[i / 4][i % 4]);
+    }
+    for (int i = 0; i < 4 * rows; i++) {
+        const sala__v4_memory *v = (const sala__v4_memory *)out[i];
+        sala__v4 four = (v[0] + v[2]) + (v[1] + v[3]);
+        sums[i] = sums[i] + ((four[0] + four[2]) + (four[1] + four[3]));
+    }
+}
+#endif
+
+// The same for all tiles of the part. x: [tiles][steps, rows of the tile, 16].
+SALA__INLINE void sala__gemm_tiles(const sala__gemm_part *p, int direct, const float *x,
+                                   const sala__tile_weights *w, int steps, float *sums) {
+    int r = 0;
+    for (; r + SALA__TILE <= p->rows;
+         r += SALA__TILE, x += 16 * SALA__TILE * steps, sums += SALA__TILE * 4)
+        sala__tile_add(SALA__TILE, direct, x, w, steps, sums);
+    if (p->rows - r == 3) sala__tile_add(3, direct, x, w, steps, sums);
+    if (p->rows - r == 2) sala__tile_add(2, direct, x, w, steps, sums);
+    if (p->rows - r == 1) sala__tile_add(1, direct, x, w, steps, sums);
+}
+
+// Widen the 4 weight rows of a tile into `to`, and fetch the next ones into the cache.
+SALA__INLINE void sala__gemm_pack(const sala__tile_weights *w, int32_t format, int depth,
+                                  float *to) {
+    int size = sala__weight_size(format);
+    for (int i = 0; i < depth; i += 16) {
+        SALA__UNROLL
+        for (int c = 0; c < 4; c++, to += 16) {
+            __builtin_prefetch(w->ahead[c] + size * i);
+            for (int j = 0; j < 16; j += SALA__VEC)
+                sala__store_vec(to + j, sala__load_weight_vec(w->row[c] + size * (i + j), format));
+        }
+    }
+}
+
+// Add one block of columns, for all weight rows of the part.
+static void sala__gemm_columns(const sala__gemm_part *p, int from, int depth, const float *x) {
+    int format = p->w->format, direct = format == SALA_BF16 && p->rows <= SALA__GEMM_DIRECT;
+    int ahead = SALA__GEMM_AHEAD / (SALA_GEMM_K * sala__weight_size(format)); // weight rows
+    for (int n = 0; n < p->cols; n += 4) {
+        float *sums = p->sums + n / 4 * p->tiles * SALA__TILE * 4;
+        sala__tile_weights w;
+        w.packed = p->weights;
+        for (int c = 0; c < 4; c++) {
+            w.row[c] = sala__weight_at(p->w, p->col + n + c, from);
+            w.ahead[c] = sala__weight_at(p->w, p->col + n + c + ahead, from);
+        }
+        if (direct) {
+            sala__gemm_tiles(p, 1, x, &w, depth / 16, sums);
+            continue;
+        }
+        if (format == SALA_BF16) sala__gemm_pack(&w, SALA_BF16, depth, p->weights);
+        if (format == SALA_F16) sala__gemm_pack(&w, SALA_F16, depth, p->weights);
+        if (format == SALA_F32) sala__gemm_pack(&w, SALA_F32, depth, p->weights);
+        sala__gemm_tiles(p, 0, x, &w, depth / 16, sums);
+    }
+}
+
+// sums[4 * r] += one partial sum of a weight row with `rows` (at most SALA__TILE) rows of x.
+// x: [steps, rows, 16].
+SALA__INLINE void sala__row_add(int rows, int32_t format, const float *x, const char *w, int steps,
+                                float *sums) {
+    enum { PARTS = 16 / SALA__VEC };
+    sala__vec lanes[SALA__TILE][PARTS];
+    int size = sala__weight_size(format);
+    SALA__UNROLL
+    for (int i = 0; i < rows * PARTS; i++) lanes[i / PARTS][i % PARTS] = sala__set_vec(0);
+    for (int i = 0; i < 16 * steps; i += 16, x += 16 * rows) {
+        if (i * size % 64 == 0) __builtin_prefetch(w + i * size + SALA__GEMM_AHEAD);
+        SALA__UNROLL
+        for (int part = 0; part < PARTS; part++) {
+            const float *xp = x + part * SALA__VEC;
+            sala__vec v = sala__load_weight_vec(w + (i + part * SALA__VEC) * size, format);
+            SALA__UNROLL
+            for (int r = 0; r < rows; r++)
+                lanes[r][part] = sala__fma_vec(sala__load_vec(xp + 16 * r), v, lanes[r][part]);
+        }
+    }
+    SALA__UNROLL
+    for (int r = 0; r < rows; r++) {
+        float lane[16];
+        SALA__UNROLL
+        for (int i = 0; i < PARTS; i++) sala__store_vec(lane + i * SALA__VEC, lanes[r][i]);
+        sums[4 * r] = sums[4 * r] + sala__sum16(sala__load16(lane));
+    }
+}
+
+// All columns, for few rows: each weight row is read from its beginning to its end.
+SALA__INLINE void sala__gemm_along(const sala__gemm_part *p, int rows, int32_t format) {
+    int k = p->w->k;
+    for (int n = 0; n < p->cols; n++) {
+        const char *w = sala__weight_at(p->w, p->col + n, 0);
+        float *sums = p->sums + n / 4 * SALA__TILE * 4 + n % 4;
+        for (int from = 0; from < k; from += SALA_GEMM_K) {
+            int depth = k - from < SALA_GEMM_K ? k - from : SALA_GEMM_K;
+            const char *at = w + from * sala__weight_size(format);
+            sala__row_add(rows, format, p->x + from * rows, at, depth / 16, sums);
+        }
+    }
+}
+
+SALA__INLINE void sala__gemm_narrow(const sala__gemm_part *p, int32_t format) {
+    if (p->rows == 1) sala__gemm_along(p, 1, format);
+    if (p->rows == 2) sala__gemm_along(p, 2, format);
+    if (p->rows == 3) sala__gemm_along(p, 3, format);
+    if (p->rows == 4 && SALA__TILE == 4) sala__gemm_along(p, SALA__TILE, format);
+}
+
+// Write y, rounded or not.
+static void sala__gemm_finish(const sala_gemm_args *a, const sala__gemm_part *p) {
+    int which = (int)(p->w - a->w);
+    for (int r = 0; r < p->rows; r++) {
+        for (int c = 0; c < p->cols; c += 16) {
+            float value[16] = {0};
+            sala_act rounded[16];
+            int count = p->cols - c < 16 ? p->cols - c : 16;
+            size_t to = (size_t)(p->row + r) * (size_t)p->w->n + (size_t)(p->col + c);
+            for (int i = 0; i < count; i += 4) {
+                int tile = (c + i) / 4 * p->tiles + r / SALA__TILE;
+                memcpy(value + i, p->sums + (tile * SALA__TILE + r % SALA__TILE) * 4,
+                       4 * sizeof(float));
+            }
+            if (a->y_f32 && which == 0) {
+                memcpy(a->y_f32 + to, value, (size_t)count * sizeof(float));
+            } else {
+                sala__store_act16(rounded, sala__load16(value));
+                memcpy(a->y[which] + to, rounded, (size_t)count * sizeof(sala_act));
+            }
+        }
+    }
+}
+
+static int64_t sala__gemm_panels(const sala_weight *w, int panel) {
+    return (w->n + panel - 1) / panel;
+}
 
 static void sala__gemm_item(void *context, int64_t item, int thread) {
     sala__gemm_job *job = (sala__gemm_job *)context;
     const sala_gemm_args *a = job->a;
-    int64_t panel = item / job->row_blocks, r0 = item % job->row_blocks * SALA__GEMM_ROWS;
-    int which = 0;
-    while (panel >= (a->w[which].n + SALA__GEMM_ROWS - 1) / SALA__GEMM_ROWS)
-        panel -= (a->w[which++].n + SALA__GEMM_ROWS - 1) / SALA__GEMM_ROWS;
-    const sala_weight *w = &a->w[which];
-    int64_t n0 = panel * SALA__GEMM_ROWS, k = w->k;
-    int64_t rows = a->rows - r0 < SALA__GEMM_ROWS ? a->rows - r0 : SALA__GEMM_ROWS;
-    int64_t cols = w->n - n0 < SALA__GEMM_ROWS ? w->n - n0 : SALA__GEMM_ROWS;
-    float *xs = (float *)sala__cpu_scratch(job->cpu, thread), *ws = xs + SALA__GEMM_ROWS * SALA_GEMM_K;
-    float *sum = ws + SALA__GEMM_ROWS * SALA_GEMM_K;
-    memset(sum, 0, sizeof(float) * SALA__GEMM_ROWS * SALA__GEMM_ROWS);
-    for (int64_t from = 0; from < k; from += SALA_GEMM_K) {
-        int64_t depth = k - from < SALA_GEMM_K ? k - from : SALA_GEMM_K;
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t i = 0; i < depth; i += 16)
-                sala__store16(xs + r * SALA_GEMM_K + i, sala__load_act16(a->x + (r0 + r) * k + from + i));
-        for (int64_t n = 0; n < cols; n++)
-            for (int64_t i = 0; i < depth; i += 16)
-                sala__store16(ws + n * SALA_GEMM_K + i, sala__load_weight16(w->data, w->format, (size_t)((n0 + n) * k + from + i)));
-        for (int64_t r = 0; r < rows; r++) {
-            for (int64_t n = 0; n < cols; n++) {
-                sala__v16 lanes = sala__set16(0);
-                for (int64_t i = 0; i < depth; i += 16)
-                    lanes = sala__fma16(sala__load16(xs + r * SALA_GEMM_K + i), sala__load16(ws + n * SALA_GEMM_K + i), lanes);
-                sum[r * SALA__GEMM_ROWS + n] = sum[r * SALA__GEMM_ROWS + n] + sala__sum16(lanes);
-            }
-        }
+    sala__gemm_part p;
+    int64_t panel = item % job->panels;
+    for (p.w = a->w; panel >= sala__gemm_panels(p.w, job->panel); p.w++)
+        panel -= sala__gemm_panels(p.w, job->panel);
+    p.row = (int32_t)(item / job->panels) * job->block;
+    p.rows = a->rows - p.row < job->block ? a->rows - p.row : job->block;
+    p.tiles = (p.rows + SALA__TILE - 1) / SALA__TILE;
+    p.col = (int32_t)panel * job->panel;
+    p.cols = p.w->n - p.col < job->panel ? p.w->n - p.col : job->panel;
+    p.x = (float *)sala__cpu_scratch(job->cpu, thread);
+    p.weights = p.x + SALA__GEMM_ROWS * SALA_GEMM_K;
+    p.sums = p.weights + 4 * SALA_GEMM_K;
+    memset(p.sums, 0, sizeof(float) * (size_t)((p.cols + 3) / 4 * p.tiles * SALA__TILE * 4));
+    int k = p.w->k, ready = job->whole && job->widened[thread];
+    for (int from = 0; from < k; from += SALA_GEMM_K) {
+        int depth = k - from < SALA_GEMM_K ? k - from : SALA_GEMM_K;
+        float *x = job->whole ? p.x + from * p.rows : p.x;
+        if (!ready) sala__gemm_widen_x(a, &p, from, depth, x);
+        if (!job->narrow) sala__gemm_columns(&p, from, depth, x);
     }
-    for (int64_t r = 0; r < rows; r++) {
-        for (int64_t n = 0; n < cols; n++) {
-            float value = sum[r * SALA__GEMM_ROWS + n];
-            int64_t to = (r0 + r) * w->n + n0 + n;
-            if (a->y_f32 && which == 0) a->y_f32[to] = value;
-            else a->y[which][to] = sala_store(value);
-        }
-    }
+    job->widened[thread] = 1;
+    if (job->narrow && p.w->format == SALA_BF16) sala__gemm_narrow(&p, SALA_BF16);
+    if (job->narrow && p.w->format == SALA_F16) sala__gemm_narrow(&p, SALA_F16);
+    if (job->narrow && p.w->format == SALA_F32) sala__gemm_narrow(&p, SALA_F32);
+    sala__gemm_finish(a, &p);
 }
 
 static void sala__op_gemm(sala__cpu *cpu, const sala_gemm_args *a) {
-    sala__gemm_job job = {cpu, a, (a->rows + SALA__GEMM_ROWS - 1) / SALA__GEMM_ROWS};
-    int64_t panels = 0;
-    for (int i = 0; i < a->count; i++) panels += (a->w[i].n + SALA__GEMM_ROWS - 1) / SALA__GEMM_ROWS;
-    sala__parallel(cpu, panels * job.row_blocks, sala__gemm_item, &job);
+    sala__gemm_job job;
+    if (a->rows < 1) return;
+    int64_t floats = (int64_t)a->rows * a->w[0].k;
+    job.cpu = cpu;
+    job.a = a;
+    job.block = a->rows < SALA__GEMM_ROWS ? a->rows : SALA__GEMM_ROWS;
+    job.whole = a->rows <= SALA__GEMM_ROWS && floats <= SALA__GEMM_ROWS * SALA_GEMM_K;
+    job.narrow =
+        job.whole && (a->rows == 1 || (a->rows <= SALA__TILE && floats <= SALA__GEMM_NARROW));
+    int64_t blocks = (a->rows + job.block - 1) / job.block;
+    for (job.panel = SALA__GEMM_PANEL;;
+         job.panel /= 2) { // small enough that all threads end at about the same time
+        job.panels = 0;
+        for (int i = 0; i < a->count; i++) job.panels += sala__gemm_panels(&a->w[i], job.panel);
+        if (job.panel == 16 || job.panels * blocks >= 8 * cpu->threads) break;
+    }
+    memset(job.widened, 0, (size_t)cpu->threads);
+    sala__parallel(cpu, job.panels * blocks, sala__gemm_item, &job);
 }
-
-#pragma GCC diagnostic pop
 // ---- operations, in the order in which a token meets them ----
-// Each is the plain definition of what the kernel of the same name computes. Two helpers carry the work:
-// products of small FP32 matrices in which every element is one fma chain in ascending k, and loops over 16
-// lanes. Neither depends on how many rows run beside a row, which is promise 1.
+// Each is the plain definition of what the kernel of the same name computes. Two helpers carry the
+// work: products of small FP32 matrices in which every element is one fma chain in ascending k, and
+// loops over 16 lanes. Neither depends on how many rows run beside a row, which is promise 1.
 
 static void sala__op_embed_row(void *context, int64_t r, int thread) {
     const sala_embed_args *a = (const sala_embed_args *)context;
@@ -5278,7 +5731,8 @@ static float sala__rms_inverse(const sala_act *x, int width, float eps) {
 }
 
 // 16 elements of x * inverse * weight with upstream's two roundings.
-static inline sala__v16 sala__normed16(const sala_act *x, float inverse, const sala_weight *w, int i) {
+static inline sala__v16 sala__normed16(const sala_act *x, float inverse, const sala_weight *w,
+                                       int i) {
     sala_act rounded[16];
     sala__store_act16(rounded, sala__load_act16(x + i) * sala__set16(inverse));
     return sala__load_act16(rounded) * sala__load_weight16(w->data, w->format, (size_t)i);
@@ -5315,11 +5769,13 @@ static void sala__op_norm(sala__cpu *cpu, const sala_norm_args *a) {
 }
 
 // One head: norm, then rotation of the pairs (i, i + dim/2).
-static void sala__qk_head(const sala_qk_args *a, const sala_weight *norm, const float *cos_sin, sala_act *x) {
+static void sala__qk_head(const sala_qk_args *a, const sala_weight *norm, const float *cos_sin,
+                          sala_act *x) {
     int d = a->dim, half = d / 2;
     if (norm->data) {
         float inverse = sala__rms_inverse(x, d, a->eps);
-        for (int i = 0; i < d; i += 16) sala__store_act16(x + i, sala__normed16(x, inverse, norm, i));
+        for (int i = 0; i < d; i += 16)
+            sala__store_act16(x + i, sala__normed16(x, inverse, norm, i));
     }
     if (!cos_sin) return;
     for (int i = 0; i < half; i++) {
@@ -5344,12 +5800,15 @@ static void sala__op_qk_norm_rope(sala__cpu *cpu, const sala_qk_args *a) {
     sala__parallel(cpu, a->rows, sala__op_qk_row, (void *)(uintptr_t)a);
 }
 
-// c[rows, n] += a[rows, k] * b[k, n]: each element one fma chain in ascending k. n is a multiple of 16;
-// lda, n and n are the distances between rows of a, b and c. Blocks of 4 x 64 keep 16 sums in registers.
-static void sala__matrix_add(float *c, const float *a, int lda, const float *b, int rows, int k, int n) {
+// c[rows, n] += a[rows, k] * b[k, n]: each element one fma chain in ascending k. n is a multiple of
+// 16; lda, n and n are the distances between rows of a, b and c. Blocks of 4 x 64 keep 16 sums in
+// registers.
+static void sala__matrix_add(float *c, const float *a, int lda, const float *b, int rows, int k,
+                             int n) {
     int r = 0;
     for (; r + 4 <= rows; r += 4) {
-        const float *a0 = a + (size_t)r * (size_t)lda, *a1 = a0 + lda, *a2 = a1 + lda, *a3 = a2 + lda;
+        const float *a0 = a + (size_t)r * (size_t)lda, *a1 = a0 + lda, *a2 = a1 + lda,
+                    *a3 = a2 + lda;
         int j = 0;
         for (; j + 64 <= n; j += 64) {
             float *to = c + (size_t)r * (size_t)n + j;
@@ -5378,7 +5837,8 @@ static void sala__matrix_add(float *c, const float *a, int lda, const float *b, 
                 sala__v16 s = sala__load16(to);
                 const float *ay = a0 + (size_t)y * (size_t)lda;
                 for (int i = 0; i < k; i++)
-                    s = sala__fma16(sala__set16(ay[i]), sala__load16(b + (size_t)i * (size_t)n + j), s);
+                    s = sala__fma16(sala__set16(ay[i]), sala__load16(b + (size_t)i * (size_t)n + j),
+                                    s);
                 sala__store16(to, s);
             }
         }
@@ -5394,7 +5854,8 @@ static void sala__matrix_add(float *c, const float *a, int lda, const float *b, 
                 sala__v16 f = sala__set16(ar[i]);
 #pragma GCC unroll 4
                 for (int x = 0; x < 4; x++)
-                    s[x] = sala__fma16(f, sala__load16(b + (size_t)i * (size_t)n + j + 16 * x), s[x]);
+                    s[x] =
+                        sala__fma16(f, sala__load16(b + (size_t)i * (size_t)n + j + 16 * x), s[x]);
             }
             for (int x = 0; x < 4; x++) sala__store16(to + 16 * x, s[x]);
         }
@@ -5408,7 +5869,8 @@ static void sala__matrix_add(float *c, const float *a, int lda, const float *b, 
     }
 }
 
-static void sala__load_row(float *out, const sala_act *in, int width) { // widen; width a multiple of 16
+static void sala__load_row(float *out, const sala_act *in,
+                           int width) { // widen; width a multiple of 16
     for (int i = 0; i < width; i += 16) sala__store16(out + i, sala__load_act16(in + i));
 }
 
@@ -5420,14 +5882,16 @@ typedef struct sala__gla_job {
 } sala__gla_job;
 
 // One tile of up to 64 tokens in chunk form (model.md 4), for one head, from row `row` of the pass:
-//   o_i = scale (l^(i+1) q_i S + sum_{j<=i} l^(i-j) (q_i.k_j) v_j),  S' = l^C S + sum_j l^(C-1-j) k_j v_j^T
+//   o_i = scale (l^(i+1) q_i S + sum_{j<=i} l^(i-j) (q_i.k_j) v_j),  S' = l^C S + sum_j l^(C-1-j)
+//   k_j v_j^T
 // All exponents are natural (l < 1, never divided by), so nothing overflows.
-static void sala__gla_tile(const sala_gla_args *a, int h, int64_t row, int c, float *state, float *scratch) {
+static void sala__gla_tile(const sala_gla_args *a, int h, int64_t row, int c, float *state,
+                           float *scratch) {
     const sala_dims *m = a->dims;
     int d = m->lin_dim, nh = m->lin_heads, nkv = m->lin_kv_heads, g = h / (nh / nkv);
     float *q = scratch, *v = q + SALA_TILE * d, *kt = v + SALA_TILE * d; // [64, d] [64, d] [d, 64]
     float *score = kt + SALA_TILE * d, *o = score + SALA_TILE * SALA_TILE; // [64, 64] [64, d]
-    float *k = o + SALA_TILE * d, *power = k + d;                         // [d] [65]
+    float *k = o + SALA_TILE * d, *power = k + d;                          // [d] [65]
     for (int i = 0; i <= c; i++) power[i] = (float)exp(-(double)a->slopes[h] * i);
     memset(kt, 0, sizeof(float) * SALA_TILE * (size_t)d);
     memset(score, 0, sizeof(float) * SALA_TILE * SALA_TILE);
@@ -5445,7 +5909,8 @@ static void sala__gla_tile(const sala_gla_args *a, int h, int64_t row, int c, fl
         float *oi = o + i * d, *si = score + i * SALA_TILE;
         for (int x = 0; x < d; x++) oi[x] *= power[i + 1];
         for (int j = 0; j <= i; j++) si[j] *= power[i - j];
-        sala__matrix_add(oi, si, SALA_TILE, v, 1, i + 1, d); // only j <= i: a later token never enters
+        sala__matrix_add(oi, si, SALA_TILE, v, 1, i + 1,
+                         d); // only j <= i: a later token never enters
         sala__v16 scale = sala__set16(m->lin_scale);
         sala_act *to = a->o + ((row + i) * nh + h) * d;
         for (int x = 0; x < d; x += 16) sala__store_act16(to + x, sala__load16(oi + x) * scale);
@@ -5467,7 +5932,8 @@ static void sala__op_gla_prefill_head(void *context, int64_t item, int thread) {
     const sala_dims *m = a->dims;
     const sala_seq *s = &a->rows->seqs[item / m->lin_heads];
     int h = (int)(item % m->lin_heads), d = m->lin_dim;
-    float *state = a->state + ((size_t)s->slot * (size_t)m->lin_heads + (size_t)h) * (size_t)(d * d);
+    float *state =
+        a->state + ((size_t)s->slot * (size_t)m->lin_heads + (size_t)h) * (size_t)(d * d);
     float *scratch = (float *)sala__cpu_scratch(job->cpu, thread);
     for (int done = 0; done < s->rows;) { // tiles end at absolute multiples of 64
         int position = a->rows->position[s->first_row + done];
@@ -5480,11 +5946,13 @@ static void sala__op_gla_prefill_head(void *context, int64_t item, int thread) {
 
 static void sala__op_gla_prefill(sala__cpu *cpu, const sala_gla_args *a) {
     sala__gla_job job = {cpu, a};
-    sala__parallel(cpu, (int64_t)a->rows->seq_count * a->dims->lin_heads, sala__op_gla_prefill_head, &job);
+    sala__parallel(cpu, (int64_t)a->rows->seq_count * a->dims->lin_heads, sala__op_gla_prefill_head,
+                   &job);
 }
 
-// The rows S[x][:] of a state do not mix until they are read, so a head is walked key row by key row: replay
-// the pending path, store, then give every node of the tree its own copy of the row, made from its parent's.
+// The rows S[x][:] of a state do not mix until they are read, so a head is walked key row by key
+// row: replay the pending path, store, then give every node of the tree its own copy of the row,
+// made from its parent's.
 static void sala__op_gla_verify_head(void *context, int64_t item, int thread) {
     sala__gla_job *job = (sala__gla_job *)context;
     const sala_gla_args *a = job->a;
@@ -5496,9 +5964,12 @@ static void sala__op_gla_verify_head(void *context, int64_t item, int thread) {
     sala__v16 decay = sala__set16((float)exp(-(double)a->slopes[h]));
     int nodes = a->o ? s->rows : 0, past = s->pending;
     float *pv = (float *)sala__cpu_scratch(job->cpu, thread); // [pending, d]
-    float *v = pv + SALA_MAX_PATH * d, *row = v + SALA_MAX_ROWS * d, *o = row + SALA_MAX_ROWS * d; // [rows, d]
-    const sala_act *pending_k = a->pending_k + ((size_t)s->slot * SALA_MAX_PATH * (size_t)nkv + (size_t)g) * (size_t)d;
-    const sala_act *pending_v = a->pending_v + ((size_t)s->slot * SALA_MAX_PATH * (size_t)nkv + (size_t)g) * (size_t)d;
+    float *v = pv + SALA_MAX_PATH * d, *row = v + SALA_MAX_ROWS * d,
+          *o = row + SALA_MAX_ROWS * d; // [rows, d]
+    const sala_act *pending_k =
+        a->pending_k + ((size_t)s->slot * SALA_MAX_PATH * (size_t)nkv + (size_t)g) * (size_t)d;
+    const sala_act *pending_v =
+        a->pending_v + ((size_t)s->slot * SALA_MAX_PATH * (size_t)nkv + (size_t)g) * (size_t)d;
     for (int i = 0; i < past; i++) sala__load_row(pv + i * d, pending_v + i * nkv * d, d);
     for (int i = 0; i < nodes; i++)
         sala__load_row(v + i * d, a->v + ((int64_t)(s->first_row + i) * nkv + g) * d, d);
@@ -5508,15 +5979,20 @@ static void sala__op_gla_verify_head(void *context, int64_t item, int thread) {
         for (int i = 0; i < past; i++) {
             sala__v16 k = sala__set16(sala_load(pending_k[i * nkv * d + x]));
             for (int y = 0; y < d; y += 16)
-                sala__store16(sx + y, sala__fma16(k, sala__load16(pv + i * d + y), decay * sala__load16(sx + y)));
+                sala__store16(sx + y, sala__fma16(k, sala__load16(pv + i * d + y),
+                                                  decay * sala__load16(sx + y)));
         }
         for (int i = 0; i < nodes; i++) {
             int r = s->first_row + i, depth = a->rows->position[r] - s->stored;
-            const float *from = depth == 0 ? sx : row + (a->rows->path[r * SALA_MAX_PATH + depth - 1] - s->first_row) * d;
+            const float *from =
+                depth == 0
+                    ? sx
+                    : row + (a->rows->path[r * SALA_MAX_PATH + depth - 1] - s->first_row) * d;
             sala__v16 k = sala__set16(sala_load(a->k[((int64_t)r * nkv + g) * d + x]));
             sala__v16 q = sala__set16(sala_load(a->q[((int64_t)r * nh + h) * d + x]));
             for (int y = 0; y < d; y += 16) {
-                sala__v16 n = sala__fma16(k, sala__load16(v + i * d + y), decay * sala__load16(from + y));
+                sala__v16 n =
+                    sala__fma16(k, sala__load16(v + i * d + y), decay * sala__load16(from + y));
                 sala__store16(row + i * d + y, n);
                 sala__store16(o + i * d + y, sala__fma16(q, n, sala__load16(o + i * d + y)));
             }
@@ -5525,7 +6001,8 @@ static void sala__op_gla_verify_head(void *context, int64_t item, int thread) {
     sala__v16 scale = sala__set16(m->lin_scale);
     for (int i = 0; i < nodes; i++) {
         sala_act *to = a->o + ((int64_t)(s->first_row + i) * nh + h) * d;
-        for (int y = 0; y < d; y += 16) sala__store_act16(to + y, sala__load16(o + i * d + y) * scale);
+        for (int y = 0; y < d; y += 16)
+            sala__store_act16(to + y, sala__load16(o + i * d + y) * scale);
     }
 }
 
@@ -5535,14 +6012,17 @@ static size_t sala__gla_verify_scratch(const sala_dims *m) { // floats
 
 static void sala__op_gla_verify(sala__cpu *cpu, const sala_gla_args *a) {
     sala__gla_job job = {cpu, a};
-    sala__parallel(cpu, (int64_t)a->rows->seq_count * a->dims->lin_heads, sala__op_gla_verify_head, &job);
+    sala__parallel(cpu, (int64_t)a->rows->seq_count * a->dims->lin_heads, sala__op_gla_verify_head,
+                   &job);
 }
 
 // ---- sparse attention: keys, values and compressed rows, wherever they lie ----
 
-// The vector of K/V head g at position u, as row r sees it: in its page, or with the node of r's path.
-static const sala_act *sala__kv_at(const sala_dims *m, const sala_rows *rows, const sala_seq *s, const sala_act *pool,
-                                   const sala_act *nodes, int r, int g, int u) {
+// The vector of K/V head g at position u, as row r sees it: in its page, or with the node of r's
+// path.
+static const sala_act *sala__kv_at(const sala_dims *m, const sala_rows *rows, const sala_seq *s,
+                                   const sala_act *pool, const sala_act *nodes, int r, int g,
+                                   int u) {
     size_t d = (size_t)m->head_dim, kvh = (size_t)m->kv_heads;
     if (u < s->stored) {
         size_t page = (size_t)s->pages[u / m->block];
@@ -5553,31 +6033,38 @@ static const sala_act *sala__kv_at(const sala_dims *m, const sala_rows *rows, co
 }
 
 // Where compressed row j of a tier lives: with the page that holds its last token.
-static sala_act *sala__tier_slot(const sala_dims *m, const sala_seq *s, sala_act *pool, int tier, int g, int j) {
+static sala_act *sala__tier_slot(const sala_dims *m, const sala_seq *s, sala_act *pool, int tier,
+                                 int g, int j) {
     int last = sala_tier_last(m, tier, j), stride = m->stride * (tier == 1 ? 1 : 4);
     size_t slots = (size_t)sala_tier_slots(m, tier), page = (size_t)s->pages[last / m->block];
-    size_t index = (page * (size_t)m->kv_heads + (size_t)g) * slots + (size_t)(last % m->block / stride);
+    size_t index =
+        (page * (size_t)m->kv_heads + (size_t)g) * slots + (size_t)(last % m->block / stride);
     return pool + index * (size_t)m->head_dim;
 }
 
-// The same for reading, as row r sees it: a row completed by a node of its own path lies with that node.
-static const sala_act *sala__tier_at(const sala_dims *m, const sala_rows *rows, const sala_seq *s, const sala_pages *pages,
-                                     const sala_nodes *nodes, int tier, int r, int g, int j) {
+// The same for reading, as row r sees it: a row completed by a node of its own path lies with that
+// node.
+static const sala_act *sala__tier_at(const sala_dims *m, const sala_rows *rows, const sala_seq *s,
+                                     const sala_pages *pages, const sala_nodes *nodes, int tier,
+                                     int r, int g, int j) {
     int last = sala_tier_last(m, tier, j);
-    if (last < s->stored) return sala__tier_slot(m, s, tier == 1 ? pages->tier1 : pages->tier2, tier, g, j);
+    if (last < s->stored)
+        return sala__tier_slot(m, s, tier == 1 ? pages->tier1 : pages->tier2, tier, g, j);
     size_t node = (size_t)rows->path[(size_t)r * SALA_MAX_PATH + (size_t)(last - s->stored)];
     const sala_act *base = tier == 1 ? nodes->tier1 : nodes->tier2;
     return base + (node * (size_t)m->kv_heads + (size_t)g) * (size_t)m->head_dim;
 }
 
 // Compressed row j: the mean of its window's keys, summed in position order.
-static void sala__tier_mean(const sala_store_args *a, const sala_seq *s, int tier, int r, int g, int j, sala_act *out) {
+static void sala__tier_mean(const sala_store_args *a, const sala_seq *s, int tier, int r, int g,
+                            int j, sala_act *out) {
     const sala_dims *m = a->dims;
     int scale = tier == 1 ? 1 : 4, kernel = m->kernel * scale, first = m->stride * scale * j;
     for (int x = 0; x < m->head_dim; x += 16) {
         sala__v16 sum = sala__set16(0);
         for (int u = first; u < first + kernel; u++)
-            sum = sum + sala__load_act16(sala__kv_at(m, a->rows, s, a->pages.k, a->nodes.k, r, g, u) + x);
+            sum = sum +
+                  sala__load_act16(sala__kv_at(m, a->rows, s, a->pages.k, a->nodes.k, r, g, u) + x);
         sala__store_act16(out + x, sum / sala__set16((float)kernel));
     }
 }
@@ -5590,7 +6077,8 @@ static void sala__op_store_copy(void *context, int64_t r, int thread) {
     (void)thread;
     for (size_t g = 0; g < kvh; g++) {
         size_t page = (size_t)s->pages[u / (size_t)m->block];
-        size_t to = ((page * kvh + g) * (size_t)m->block + u % (size_t)m->block) * d, from = ((size_t)r * kvh + g) * d;
+        size_t to = ((page * kvh + g) * (size_t)m->block + u % (size_t)m->block) * d,
+               from = ((size_t)r * kvh + g) * d;
         memcpy(a->pages.k + to, a->nodes.k + from, d * sizeof(sala_act));
         memcpy(a->pages.v + to, a->nodes.v + from, d * sizeof(sala_act));
     }
@@ -5609,9 +6097,11 @@ static void sala__op_store_tiers(void *context, int64_t r, int thread) {
         for (int g = 0; g < m->kv_heads; g++) {
             sala_act *out;
             if (a->rows->verify) {
-                out = (tier == 1 ? a->nodes.tier1 : a->nodes.tier2) + ((size_t)r * (size_t)m->kv_heads + (size_t)g) * (size_t)m->head_dim;
+                out = (tier == 1 ? a->nodes.tier1 : a->nodes.tier2) +
+                      ((size_t)r * (size_t)m->kv_heads + (size_t)g) * (size_t)m->head_dim;
             } else {
-                out = sala__tier_slot(m, s, tier == 1 ? a->pages.tier1 : a->pages.tier2, tier, g, j);
+                out =
+                    sala__tier_slot(m, s, tier == 1 ? a->pages.tier1 : a->pages.tier2, tier, g, j);
             }
             sala__tier_mean(a, s, tier, (int)r, g, j, out);
         }
@@ -5628,9 +6118,10 @@ static void sala__op_store_verify(sala__cpu *cpu, const sala_store_args *a) {
 }
 
 // ---- tiles of query rows ----
-// Selection and attention work on tiles of up to 16 consecutive rows of one sequence and one K/V head, so that
-// a block of keys is widened and transposed once for all of them. Sharing changes no bit: every element below
-// is computed from its own row alone, in an order fixed by absolute positions.
+// Selection and attention work on tiles of up to 16 consecutive rows of one sequence and one K/V
+// head, so that a block of keys is widened and transposed once for all of them. Sharing changes no
+// bit: every element below is computed from its own row alone, in an order fixed by absolute
+// positions.
 
 #define SALA__QUERY_TILE 16
 
@@ -5641,7 +6132,8 @@ typedef struct sala__tile {
 
 static int64_t sala__tile_count(const sala_rows *rows, int kv_heads) {
     int64_t n = 0;
-    for (int i = 0; i < rows->seq_count; i++) n += (rows->seqs[i].rows + SALA__QUERY_TILE - 1) / SALA__QUERY_TILE;
+    for (int i = 0; i < rows->seq_count; i++)
+        n += (rows->seqs[i].rows + SALA__QUERY_TILE - 1) / SALA__QUERY_TILE;
     return n * kv_heads;
 }
 
@@ -5670,11 +6162,13 @@ static int sala__round_up(int n, int multiple) {
     return (n + multiple - 1) / multiple * multiple;
 }
 
-static void sala__tile_queries(const sala_dims *m, const sala__tile *t, const sala_act *q, float *out) {
+static void sala__tile_queries(const sala_dims *m, const sala__tile *t, const sala_act *q,
+                               float *out) {
     int group = sala__group(m), d = m->head_dim; // out: [rows, group, d]
     for (int i = 0; i < t->count; i++)
         for (int h = 0; h < group; h++)
-            sala__load_row(out + (i * group + h) * d, q + ((int64_t)(t->first + i) * m->heads + t->g * group + h) * d, d);
+            sala__load_row(out + (i * group + h) * d,
+                           q + ((int64_t)(t->first + i) * m->heads + t->g * group + h) * d, d);
 }
 
 static void sala__transpose_into(float *kt, int columns, int column, const sala_act *key, int d) {
@@ -5692,35 +6186,42 @@ typedef struct sala__select_job {
 
 static size_t sala__select_scratch(const sala_dims *m, int64_t context) { // floats
     size_t d = (size_t)m->head_dim, q = SALA__QUERY_TILE * (size_t)sala__group(m);
-    size_t rows = (size_t)(context / m->stride) + SALA__SCORE_TILE, blocks = (size_t)(context / m->block) + 2;
-    return q * d + d * SALA__SCORE_TILE + q * SALA__SCORE_TILE + 2 * q + SALA__QUERY_TILE * rows + 2 * blocks;
+    size_t rows = (size_t)(context / m->stride) + SALA__SCORE_TILE,
+           blocks = (size_t)(context / m->block) + 2;
+    return q * d + d * SALA__SCORE_TILE + q * SALA__SCORE_TILE + 2 * q + SALA__QUERY_TILE * rows +
+           2 * blocks;
 }
 
-// Scores q.k * attn_scale of compressed rows j0 .. j0+63 for all queries of a tile: out [rows, group, 64].
-// Rows that a node of a query's own path completes (verify) differ from query to query: those elements are
-// computed one by one, by the same fma chain.
-static void sala__tier_scores(const sala_select_args *a, const sala__tile *t, int tier, int j0, const float *q, float *kt,
-                              float *out) {
+// Scores q.k * attn_scale of compressed rows j0 .. j0+63 for all queries of a tile: out [rows,
+// group, 64]. Rows that a node of a query's own path completes (verify) differ from query to query:
+// those elements are computed one by one, by the same fma chain.
+static void sala__tier_scores(const sala_select_args *a, const sala__tile *t, int tier, int j0,
+                              const float *q, float *kt, float *out) {
     const sala_dims *m = a->dims;
     int d = m->head_dim, group = sala__group(m), queries = t->count * group;
     int last_position = 0;
     for (int i = 0; i < t->count; i++)
-        if (a->rows->position[t->first + i] > last_position) last_position = a->rows->position[t->first + i];
-    int visible = sala_tier_rows(m, tier, last_position + 1), shared = sala_tier_rows(m, tier, t->s->stored);
+        if (a->rows->position[t->first + i] > last_position)
+            last_position = a->rows->position[t->first + i];
+    int visible = sala_tier_rows(m, tier, last_position + 1),
+        shared = sala_tier_rows(m, tier, t->s->stored);
     memset(kt, 0, sizeof(float) * (size_t)d * SALA__SCORE_TILE);
     memset(out, 0, sizeof(float) * (size_t)queries * SALA__SCORE_TILE);
     for (int j = j0; j < j0 + SALA__SCORE_TILE && j < visible && j < shared; j++) {
-        const sala_act *key = sala__tier_at(m, a->rows, t->s, &a->pages, &a->nodes, tier, t->first, t->g, j);
+        const sala_act *key =
+            sala__tier_at(m, a->rows, t->s, &a->pages, &a->nodes, tier, t->first, t->g, j);
         sala__transpose_into(kt, SALA__SCORE_TILE, j - j0, key, d);
     }
     sala__matrix_add(out, q, d, kt, queries, d, SALA__SCORE_TILE);
     for (int i = 0; i < t->count; i++) {
         int own = sala_tier_rows(m, tier, a->rows->position[t->first + i] + 1);
         for (int j = j0 > shared ? j0 : shared; j < own && j < j0 + SALA__SCORE_TILE; j++) {
-            const sala_act *key = sala__tier_at(m, a->rows, t->s, &a->pages, &a->nodes, tier, t->first + i, t->g, j);
+            const sala_act *key =
+                sala__tier_at(m, a->rows, t->s, &a->pages, &a->nodes, tier, t->first + i, t->g, j);
             for (int h = 0; h < group; h++) {
                 float sum = 0;
-                for (int x = 0; x < d; x++) sum = fmaf(q[(i * group + h) * d + x], sala_load(key[x]), sum);
+                for (int x = 0; x < d; x++)
+                    sum = fmaf(q[(i * group + h) * d + x], sala_load(key[x]), sum);
                 out[(i * group + h) * SALA__SCORE_TILE + j - j0] = sum;
             }
         }
@@ -5735,13 +6236,15 @@ static inline sala__v16 sala__larger16(sala__v16 a, sala__v16 b) {
     return r;
 }
 
-static inline sala__v16 sala__lanes_below(sala__v16 v, int count, float otherwise) { // keep the first `count` lanes
+static inline sala__v16 sala__lanes_below(sala__v16 v, int count,
+                                          float otherwise) { // keep the first `count` lanes
     for (int l = 0; l < 16; l++)
         if (l >= count) v[l] = otherwise;
     return v;
 }
 
-// One step of a running sum of exponentials over `count` of 64 scores: m and l describe what came before.
+// One step of a running sum of exponentials over `count` of 64 scores: m and l describe what came
+// before.
 static void sala__softmax_step(const float *s, int count, int width, float *max, float *sum) {
     sala__v16 top = sala__set16(-INFINITY), total = sala__set16(0);
     for (int x = 0; x < width && x < count; x += 16)
@@ -5750,17 +6253,20 @@ static void sala__softmax_step(const float *s, int count, int width, float *max,
     if (m < *max) m = *max;
     sala__v16 shift = sala__set16(m);
     for (int x = 0; x < width && x < count; x += 16)
-        total = total + sala__exp16(sala__lanes_below(sala__load16(s + x), count - x, -INFINITY) - shift);
+        total = total +
+                sala__exp16(sala__lanes_below(sala__load16(s + x), count - x, -INFINITY) - shift);
     *sum = fmaf(*sum, expf(*max - m), sala__sum16(total));
     *max = m;
 }
 
 // score[j] of every row of tier 1 for every query row of the tile: [rows, stride_scores].
-static void sala__row_scores(const sala_select_args *a, const sala__tile *t, float *scratch, float *score, size_t width) {
+static void sala__row_scores(const sala_select_args *a, const sala__tile *t, float *scratch,
+                             float *score, size_t width) {
     const sala_dims *m = a->dims;
     int group = sala__group(m), queries = t->count * group, d = m->head_dim, n1 = 0, n2 = 0;
     float *q = scratch, *kt = q + SALA__QUERY_TILE * group * d, *s = kt + d * SALA__SCORE_TILE;
-    float *max = s + SALA__QUERY_TILE * group * SALA__SCORE_TILE, *sum = max + SALA__QUERY_TILE * group;
+    float *max = s + SALA__QUERY_TILE * group * SALA__SCORE_TILE,
+          *sum = max + SALA__QUERY_TILE * group;
     sala__tile_queries(m, t, a->q, q);
     for (int i = 0; i < queries; i++) max[i] = -INFINITY, sum[i] = 0;
     for (int i = 0; i < t->count; i++) {
@@ -5772,7 +6278,9 @@ static void sala__row_scores(const sala_select_args *a, const sala__tile *t, flo
         sala__tier_scores(a, t, 2, j, q, kt, s);
         for (int i = 0; i < queries; i++) {
             int own = sala_tier_rows(m, 2, a->rows->position[t->first + i / group] + 1) - j;
-            if (own > 0) sala__softmax_step(s + i * SALA__SCORE_TILE, own, SALA__SCORE_TILE, &max[i], &sum[i]);
+            if (own > 0)
+                sala__softmax_step(s + i * SALA__SCORE_TILE, own, SALA__SCORE_TILE, &max[i],
+                                   &sum[i]);
         }
     }
     for (int i = 0; i < queries; i++) max[i] += logf(sum[i]); // now log-sum-exp
@@ -5786,7 +6294,8 @@ static void sala__row_scores(const sala_select_args *a, const sala__tile *t, flo
                 if (sala_tier_rows(m, 2, n) > 0)
                     for (int h = 0; h < group; h++) {
                         const float *from = s + (i * group + h) * SALA__SCORE_TILE + x;
-                        total = total + sala__exp16(sala__load16(from) - sala__set16(max[i * group + h]));
+                        total = total +
+                                sala__exp16(sala__load16(from) - sala__set16(max[i * group + h]));
                     }
                 sala__store16(to + x, total);
             }
@@ -5800,8 +6309,9 @@ static uint32_t sala__order_key(float x) { // monotone: a < b as floats <=> key(
     return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
 
-// Mark what to take: the k largest of n values, the lower index first among equals. Radix select, four passes
-// of eight bits: the result depends on the values alone. Writes k indices in ascending order.
+// Mark what to take: the k largest of n values, the lower index first among equals. Radix select,
+// four passes of eight bits: the result depends on the values alone. Writes k indices in ascending
+// order.
 static void sala__top_k(const float *value, int n, int k, int32_t *out) {
     uint32_t prefix = 0, mask = 0;
     int need = k, taken = 0;
@@ -5822,9 +6332,10 @@ static void sala__top_k(const float *value, int n, int k, int32_t *out) {
     }
 }
 
-// Pool row scores to block scores (window R + kernel/stride - 1, so neighbours share rows), force the first
-// blocks and the window, and take the top_k.
-static void sala__select_row(const sala_select_args *a, int r, int g, const float *score, float *block_score) {
+// Pool row scores to block scores (window R + kernel/stride - 1, so neighbours share rows), force
+// the first blocks and the window, and take the top_k.
+static void sala__select_row(const sala_select_args *a, int r, int g, const float *score,
+                             float *block_score) {
     const sala_dims *m = a->dims;
     int n = a->rows->position[r] + 1, qb = (n - 1) / m->block, n1 = sala_tier_rows(m, 1, n);
     int per_block = m->block / m->stride, pad = m->kernel / m->stride - 1;
@@ -5859,14 +6370,17 @@ static void sala__op_select_tile(void *context, int64_t item, int thread) {
         needed |= position + 1 >= m->dense_len && position / m->block + 1 > m->top_k;
     }
     float *scratch = (float *)sala__cpu_scratch(job->cpu, thread);
-    float *score = scratch + SALA__QUERY_TILE * group * (d + SALA__SCORE_TILE + 2) + d * SALA__SCORE_TILE;
+    float *score =
+        scratch + SALA__QUERY_TILE * group * (d + SALA__SCORE_TILE + 2) + d * SALA__SCORE_TILE;
     size_t width = (size_t)sala__round_up(sala_tier_rows(m, 1, last + 1), SALA__SCORE_TILE);
     float *block_score = score + SALA__QUERY_TILE * width;
     if (needed) sala__row_scores(a, &t, scratch, score, width);
     for (int i = 0; i < t.count; i++) {
         int r = t.first + i;
-        if (a->rows->position[r] + 1 < m->dense_len) a->count[(int64_t)r * m->kv_heads + t.g] = -1;
-        else sala__select_row(a, r, t.g, score + (size_t)i * width, block_score);
+        if (a->rows->position[r] + 1 < m->dense_len)
+            a->count[(int64_t)r * m->kv_heads + t.g] = -1;
+        else
+            sala__select_row(a, r, t.g, score + (size_t)i * width, block_score);
     }
 }
 
@@ -5883,12 +6397,12 @@ typedef struct sala__attend_job {
 } sala__attend_job;
 
 typedef struct sala__attend_work { // one tile's working set, in per-thread scratch
-    int columns;            // block, rounded up to whole vectors
-    float *q, *o;           // [rows, group, d]
-    float *kt;              // [d, columns]
-    float *v;               // [columns, d]
-    float *s;               // [rows, group, columns]
-    float *max, *sum;       // [rows, group]
+    int columns;                   // block, rounded up to whole vectors
+    float *q, *o;                  // [rows, group, d]
+    float *kt;                     // [d, columns]
+    float *v;                      // [columns, d]
+    float *s;                      // [rows, group, columns]
+    float *max, *sum;              // [rows, group]
 } sala__attend_work;
 
 static size_t sala__attend_scratch(const sala_dims *m) { // floats
@@ -5912,7 +6426,8 @@ static sala__attend_work sala__attend_layout(const sala_dims *m, float *scratch)
 }
 
 // Widen `count` keys and values of block b, as row r sees them.
-static void sala__attend_gather(const sala_attend_args *a, const sala__tile *t, const sala__attend_work *w, int r, int b, int count) {
+static void sala__attend_gather(const sala_attend_args *a, const sala__tile *t,
+                                const sala__attend_work *w, int r, int b, int count) {
     const sala_dims *m = a->dims;
     int d = m->head_dim;
     for (int j = 0; j < count; j++) {
@@ -5924,8 +6439,10 @@ static void sala__attend_gather(const sala_attend_args *a, const sala__tile *t, 
     }
 }
 
-// One block for rows i0 .. i1-1 of the tile: scores, then for each query one step of the running softmax.
-static void sala__attend_block(const sala_attend_args *a, const sala__tile *t, const sala__attend_work *w, int i0, int i1, int b) {
+// One block for rows i0 .. i1-1 of the tile: scores, then for each query one step of the running
+// softmax.
+static void sala__attend_block(const sala_attend_args *a, const sala__tile *t,
+                               const sala__attend_work *w, int i0, int i1, int b) {
     const sala_dims *m = a->dims;
     int group = sala__group(m), d = m->head_dim, n = w->columns;
     float *s = w->s + i0 * group * n;
@@ -5953,13 +6470,15 @@ static void sala__attend_block(const sala_attend_args *a, const sala__tile *t, c
         w->sum[i] = fmaf(w->sum[i], carry, sala__sum16(total));
         w->max[i] = max;
         if (carry != 1)
-            for (int x = 0; x < d; x += 16) sala__store16(oi + x, sala__load16(oi + x) * sala__set16(carry));
+            for (int x = 0; x < d; x += 16)
+                sala__store16(oi + x, sala__load16(oi + x) * sala__set16(carry));
         sala__matrix_add(oi, si, n, w->v, 1, count, d);
     }
 }
 
 // Does row i of the tile attend to block b? `cursor` walks its ascending list.
-static int sala__attends(const sala_attend_args *a, const sala__tile *t, int i, int b, int *cursor) {
+static int sala__attends(const sala_attend_args *a, const sala__tile *t, int i, int b,
+                         int *cursor) {
     const sala_dims *m = a->dims;
     int64_t list = (int64_t)(t->first + i) * m->kv_heads + t->g;
     if (a->count[list] < 0) return b <= a->rows->position[t->first + i] / m->block;
@@ -5968,7 +6487,8 @@ static int sala__attends(const sala_attend_args *a, const sala__tile *t, int i, 
     return 1;
 }
 
-static int sala__next_block(const sala_attend_args *a, const sala__tile *t, int after, const int *cursor) {
+static int sala__next_block(const sala_attend_args *a, const sala__tile *t, int after,
+                            const int *cursor) {
     int next = INT_MAX; // the lowest block above `after` that any row of the tile attends to
     for (int i = 0; i < t->count; i++) {
         int64_t list = (int64_t)(t->first + i) * a->dims->kv_heads + t->g;
@@ -5989,13 +6509,16 @@ static void sala__op_attend_tile(void *context, int64_t item, int thread) {
     const sala_dims *m = a->dims;
     sala__tile t = sala__tile_get(a->rows, m->kv_heads, item);
     sala__attend_work w = sala__attend_layout(m, (float *)sala__cpu_scratch(job->cpu, thread));
-    int group = sala__group(m), d = m->head_dim, cursor[SALA__QUERY_TILE] = {0}, takes[SALA__QUERY_TILE];
+    int group = sala__group(m), d = m->head_dim, cursor[SALA__QUERY_TILE] = {0},
+        takes[SALA__QUERY_TILE];
     sala__tile_queries(m, &t, a->q, w.q);
     memset(w.o, 0, sizeof(float) * (size_t)(t.count * group * d));
     memset(w.kt, 0, sizeof(float) * (size_t)(d * w.columns));
     for (int i = 0; i < t.count * group; i++) w.max[i] = -INFINITY, w.sum[i] = 0;
-    for (int b = sala__next_block(a, &t, -1, cursor); b != INT_MAX; b = sala__next_block(a, &t, b, cursor)) {
-        int shared = t.s->stored - b * m->block; // keys in the page; the others differ from path to path
+    for (int b = sala__next_block(a, &t, -1, cursor); b != INT_MAX;
+         b = sala__next_block(a, &t, b, cursor)) {
+        int shared =
+            t.s->stored - b * m->block; // keys in the page; the others differ from path to path
         if (shared > m->block) shared = m->block;
         int own = shared < m->block && a->rows->verify;
         for (int i = 0; i < t.count; i++) takes[i] = sala__attends(a, &t, i, b, &cursor[i]);
@@ -6005,7 +6528,8 @@ static void sala__op_attend_tile(void *context, int64_t item, int thread) {
             if (takes[i]) {
                 if (own) {
                     int count = a->rows->position[t.first + i] + 1 - b * m->block;
-                    sala__attend_gather(a, &t, &w, t.first + i, b, count < m->block ? count : m->block);
+                    sala__attend_gather(a, &t, &w, t.first + i, b,
+                                        count < m->block ? count : m->block);
                 } else {
                     while (end < t.count && takes[end]) end++;
                 }
@@ -6015,9 +6539,11 @@ static void sala__op_attend_tile(void *context, int64_t item, int thread) {
         }
     }
     for (int i = 0; i < t.count * group; i++) {
-        sala_act *to = a->o + ((int64_t)(t.first + i / group) * m->heads + t.g * group + i % group) * d;
+        sala_act *to =
+            a->o + ((int64_t)(t.first + i / group) * m->heads + t.g * group + i % group) * d;
         sala__v16 sum = sala__set16(w.sum[i]);
-        for (int x = 0; x < d; x += 16) sala__store_act16(to + x, sala__load16(w.o + i * d + x) / sum);
+        for (int x = 0; x < d; x += 16)
+            sala__store_act16(to + x, sala__load16(w.o + i * d + x) / sum);
     }
 }
 
@@ -6034,8 +6560,10 @@ static void sala__op_gate_row(void *context, int64_t r, int thread) {
     float inverse = a->norm.data ? sala__rms_inverse(o, a->width, a->eps) : 0;
     (void)thread;
     for (int i = 0; i < a->width; i += 16) {
-        sala__v16 v = a->norm.data ? sala__round16(sala__normed16(o, inverse, &a->norm, i)) : sala__load_act16(o + i);
-        if (a->gate) v = v * sala__round16(sala__sigmoid16(sala__load_act16(a->gate + r * a->width + i)));
+        sala__v16 v = a->norm.data ? sala__round16(sala__normed16(o, inverse, &a->norm, i))
+                                   : sala__load_act16(o + i);
+        if (a->gate)
+            v = v * sala__round16(sala__sigmoid16(sala__load_act16(a->gate + r * a->width + i)));
         sala__store_act16(o + i, v);
     }
 }
@@ -6060,7 +6588,8 @@ static void sala__op_swiglu(sala__cpu *cpu, const sala_swiglu_args *a) {
     sala__parallel(cpu, a->rows, sala__op_swiglu_row, (void *)(uintptr_t)a);
 }
 
-// One accepted node of a sparse layer: K, V and the compressed rows it completed go where prefill puts them.
+// One accepted node of a sparse layer: K, V and the compressed rows it completed go where prefill
+// puts them.
 static void sala__commit_sparse(const sala_commit_args *a, const sala_seq *s, int layer, int r) {
     const sala_dims *m = a->dims;
     const sala_nodes *nodes = &a->nodes[layer];
@@ -6069,13 +6598,16 @@ static void sala__commit_sparse(const sala_commit_args *a, const sala_seq *s, in
     int u = a->rows->position[r];
     for (size_t g = 0; g < kvh; g++) {
         size_t from = ((size_t)r * kvh + g) * d;
-        size_t to = (((size_t)s->pages[u / m->block] * kvh + g) * (size_t)m->block + (size_t)(u % m->block)) * d;
+        size_t to = (((size_t)s->pages[u / m->block] * kvh + g) * (size_t)m->block +
+                     (size_t)(u % m->block)) *
+                    d;
         memcpy(pages->k + to, nodes->k + from, d * sizeof(sala_act));
         memcpy(pages->v + to, nodes->v + from, d * sizeof(sala_act));
         for (int tier = 1; tier <= 2; tier++) {
             int j = sala_tier_rows(m, tier, u + 1) - 1;
             if (j < 0 || sala_tier_last(m, tier, j) != u) continue;
-            sala_act *slot = sala__tier_slot(m, s, tier == 1 ? pages->tier1 : pages->tier2, tier, (int)g, j);
+            sala_act *slot =
+                sala__tier_slot(m, s, tier == 1 ? pages->tier1 : pages->tier2, tier, (int)g, j);
             memcpy(slot, (tier == 1 ? nodes->tier1 : nodes->tier2) + from, d * sizeof(sala_act));
         }
     }
@@ -6091,7 +6623,9 @@ static void sala__op_commit_seq(void *context, int64_t i, int thread) {
         for (int l = 0; l < a->sparse_layers; l++) sala__commit_sparse(a, s, l, r);
         for (int l = 0; l < a->lightning_layers; l++) {
             size_t from = ((size_t)l * (size_t)a->node_rows + (size_t)r) * width;
-            size_t to = (((size_t)l * (size_t)a->slots + (size_t)s->slot) * SALA_MAX_PATH + (size_t)n) * width;
+            size_t to =
+                (((size_t)l * (size_t)a->slots + (size_t)s->slot) * SALA_MAX_PATH + (size_t)n) *
+                width;
             memcpy(a->pending_k + to, a->node_k + from, width * sizeof(sala_act));
             memcpy(a->pending_v + to, a->node_v + from, width * sizeof(sala_act));
         }
@@ -6118,51 +6652,51 @@ enum {
 #define SALA__OP_ID(name, args) SALA__OP_##name,
     SALA_OPERATIONS(SALA__OP_ID)
 #undef SALA__OP_ID
-    SALA__OP_COUNT
+        SALA__OP_COUNT
 };
 
 static void sala__run_cpu(sala__cpu *cpu, int operation, const void *args) {
     switch (operation) {
-#define SALA__OP_CASE(name, args_name)                                                                                           \
+#define SALA__OP_CASE(name, args_name)                                                             \
     case SALA__OP_##name: sala__op_##name(cpu, (const sala_##args_name##_args *)args); break;
         SALA_OPERATIONS(SALA__OP_CASE)
 #undef SALA__OP_CASE
     default: break;
     }
 }
-
-/* ------------------------------------------------------------------------------------------------
+/* -----------------------------------------------------------------------------------------------
    [8] MODEL AND MEMORY: the plan of every byte, pages and slots
 
-   sala_open does three things in order: read (config, weights, tokenizer), plan (how many bytes of what, and
-   whether they fit), take. After that nothing grows but a request's own lists. K/V and compressed keys live in
-   pages of one block; a sequence owns a list of them. Lightning states live in slots, one a sequence.
-   ------------------------------------------------------------------------------------------------ */
+   sala_open does three things in order: read (config, weights, tokenizer), plan (how many bytes of
+   what, and whether they fit), take. After that nothing grows but a request's own lists. K/V and
+   compressed keys live in pages of one block; a sequence owns a list of them. Lightning states live
+   in slots, one a sequence.
+   -------------------------------------------------------------------------------------------- */
 
 typedef struct sala__plan {
-    int64_t pages;          // of the pool, shared by all sequences
-    int32_t slots;          // sequences resident at once
-    int32_t rows;           // of the largest pass
-    int32_t node_rows;      // of the largest verify pass
-    int32_t logits_rows;    // of prefill whose logits a request can see; at least 1
+    int64_t pages;                          // of the pool, shared by all sequences
+    int32_t slots;                          // sequences resident at once
+    int32_t rows;                           // of the largest pass
+    int32_t node_rows;                      // of the largest verify pass
+    int32_t logits_rows;                    // of prefill whose logits a request can see; at least 1
     size_t page_kv, page_tier1, page_tier2; // elements of one page, one layer, one of K and V
-    size_t state;           // floats of one state, one layer
-    size_t pending;         // elements of one pending path, one layer, one of k and v
-    size_t thread_scratch;  // bytes
+    size_t state;                           // floats of one state, one layer
+    size_t pending;        // elements of one pending path, one layer, one of k and v
+    size_t thread_scratch; // bytes
     int64_t kv_bytes, state_bytes, pending_bytes, scratch_bytes;
-    int64_t limit;          // bytes that these four may take
+    int64_t limit; // bytes that these four may take
 } sala__plan;
 
 // One sequence: what it holds, and where it stands.
 typedef struct sala__sequence {
-    int64_t id;             // 0: this slot is free
-    int64_t request;        // active request or 0
-    int32_t root;           // the last chosen token, in no cache yet; -1: none
-    int32_t pending;        // nodes of its pending path
-    int32_t stored;         // tokens whose K/V and compressed rows are in its pages
-    int32_t *pages;         // [page_count]
+    int64_t id;      // 0: this slot is free
+    int64_t request; // active request or 0
+    int32_t root;    // the last chosen token, in no cache yet; -1: none
+    int32_t pending; // nodes of its pending path
+    int32_t stored;  // tokens whose K/V and compressed rows are in its pages
+    int32_t *pages;  // [page_count]
     int32_t page_count, page_capacity;
-    int32_t *tokens;        // [token_count] its history: stored tokens, then the root
+    int32_t *tokens; // [token_count] its history: stored tokens, then the root
     size_t token_count, token_capacity;
 } sala__sequence;
 
@@ -6170,21 +6704,21 @@ enum { SALA__WAITING, SALA__PREFILL, SALA__DECODE };
 
 typedef struct sala__request { // a list in order of arrival
     struct sala__request *next;
-    int64_t id, sequence;   // sequence id to continue, or 0; after admission: its sequence
+    int64_t id, sequence; // sequence id to continue, or 0; after admission: its sequence
     int32_t slot, state, cancelled, keep;
-    int32_t *tokens;        // [token_count] to prefill
+    int32_t *tokens; // [token_count] to prefill
     int64_t token_count, prefilled;
     int32_t segment_start;
     int64_t max_tokens, chosen;
-    int32_t *force;         // [force_count]
+    int32_t *force; // [force_count]
     int64_t force_count;
-    int32_t *stop_tokens;   // [stop_token_count]
+    int32_t *stop_tokens; // [stop_token_count]
     int32_t stop_token_count, ignore_eos, logprobs, want_rows;
-    char **stop;            // [stop_count]
+    char **stop; // [stop_count]
     int32_t stop_count;
     sala__sampler sampler;
     sala__stream stream;
-    sala__string held;      // decoded text that may be the beginning of a stop string
+    sala__string held; // decoded text that may be the beginning of a stop string
     double submitted, admitted, first_token, last_token;
     int64_t decode_bytes;
 } sala__request;
@@ -6206,35 +6740,38 @@ struct sala {
     sala__plan plan;
     sala__cpu cpu;
     int cpu_open;
-    float *slopes;          // [lin_heads]
+    float *slopes; // [lin_heads]
     // pools
-    sala_pages *pages;      // [sparse_layers]
-    int32_t *free_pages;    // [plan.pages] a stack
+    sala_pages *pages;   // [sparse_layers]
+    int32_t *free_pages; // [plan.pages] a stack
     int64_t free_page_count;
-    float *states;          // [lightning_layers, slots, lin_heads, lin_dim, lin_dim]
-    sala_act *pending_k, *pending_v; // [lightning_layers, slots, SALA_MAX_PATH, lin_kv_heads, lin_dim]
-    sala__sequence *sequences;       // [slots]
+    float *states; // [lightning_layers, slots, lin_heads, lin_dim, lin_dim]
+    sala_act *pending_k,
+        *pending_v;            // [lightning_layers, slots, SALA_MAX_PATH, lin_kv_heads, lin_dim]
+    sala__sequence *sequences; // [slots]
     // one pass
-    sala_seq *seqs;         // [node_rows]
+    sala_seq *seqs;                          // [node_rows]
     int32_t *token, *position, *seq, *paths; // [rows] x 3, [node_rows, SALA_MAX_PATH]
-    sala_act *x, *y, *branch;        // [rows, hidden]
-    sala_act *q, *gate, *o; // [rows, heads * dim]
-    sala_act *k, *v;        // [rows, kv_heads * dim]
-    sala_act *ffn_gate, *ffn_up;     // [rows, ffn]
-    float *cos_sin;         // [rows, dim]
-    int32_t *blocks, *block_count;   // [rows, kv_heads, top_k], [rows, kv_heads]
-    sala_nodes *nodes;      // [sparse_layers] of [node_rows, kv_heads, head_dim]
-    sala_act *node_k, *node_v;       // [lightning_layers, node_rows, lin_kv_heads, lin_dim]
-    float *prefill_logits;  // [logits_rows, vocab]
-    float *verify_logits;   // [slots, vocab]
-    float *prefill_hidden, *verify_hidden;   // [layers + 2, rows, hidden], [rows, layers + 2, hidden] or NULL
-    int32_t *prefill_blocks, *verify_blocks; // [sparse, rows, kv_heads, top_k], [rows, sparse, ...] or NULL
-    int32_t *accepted, *accepted_rows;       // [slots], [slots, SALA_MAX_PATH]
-    char *sample_scratch;   // [threads, sala__sampler_scratch]
+    sala_act *x, *y, *branch;                // [rows, hidden]
+    sala_act *q, *gate, *o;                  // [rows, heads * dim]
+    sala_act *k, *v;                         // [rows, kv_heads * dim]
+    sala_act *ffn_gate, *ffn_up;             // [rows, ffn]
+    float *cos_sin;                          // [rows, dim]
+    int32_t *blocks, *block_count;           // [rows, kv_heads, top_k], [rows, kv_heads]
+    sala_nodes *nodes;                       // [sparse_layers] of [node_rows, kv_heads, head_dim]
+    sala_act *node_k, *node_v;               // [lightning_layers, node_rows, lin_kv_heads, lin_dim]
+    float *prefill_logits;                   // [logits_rows, vocab]
+    float *verify_logits;                    // [slots, vocab]
+    float *prefill_hidden,
+        *verify_hidden; // [layers + 2, rows, hidden], [rows, layers + 2, hidden] or NULL
+    int32_t *prefill_blocks,
+        *verify_blocks; // [sparse, rows, kv_heads, top_k], [rows, sparse, ...] or NULL
+    int32_t *accepted, *accepted_rows; // [slots], [slots, SALA_MAX_PATH]
+    char *sample_scratch;              // [threads, sala__sampler_scratch]
     // requests and events
     sala__request *requests;
     int64_t next_id;
-    sala__event *events;    // [event_count] of this step; event_taken are handed out
+    sala__event *events; // [event_count] of this step; event_taken are handed out
     size_t event_count, event_capacity, event_taken;
     sala__string event_text;
     sala_logprob *event_top;
@@ -6266,21 +6803,26 @@ static int sala__kv_width(const sala_dims *m) {
     return sala__max(m->kv_heads * m->head_dim, m->lin_kv_heads * m->lin_dim);
 }
 
-static int64_t sala__scratch_bytes(const sala *s) { // everything in "one pass" above, and per-thread scratch
+static int64_t
+sala__scratch_bytes(const sala *s) { // everything in "one pass" above, and per-thread scratch
     const sala_dims *m = &s->config.dims;
     const sala__plan *p = &s->plan;
     int64_t act = sizeof(sala_act), rows = p->rows, nodes = p->node_rows, slots = p->slots;
     int64_t lists = (int64_t)m->kv_heads * (m->top_k + 1) * 4;
-    int64_t row = act * (3 * (int64_t)m->hidden + 3 * sala__query_width(m) + 2 * sala__kv_width(m) + 2 * (int64_t)m->ffn);
+    int64_t row = act * (3 * (int64_t)m->hidden + 3 * sala__query_width(m) + 2 * sala__kv_width(m) +
+                         2 * (int64_t)m->ffn);
     row += 4 * (int64_t)m->lin_dim + lists + 3 * 4;
     int64_t node = act * 4 * s->sparse_layers * (int64_t)m->kv_heads * m->head_dim;
-    node += act * 2 * s->lightning_layers * (int64_t)m->lin_kv_heads * m->lin_dim + SALA_MAX_PATH * 4;
+    node +=
+        act * 2 * s->lightning_layers * (int64_t)m->lin_kv_heads * m->lin_dim + SALA_MAX_PATH * 4;
     int64_t shown = 0;
     if (s->options.hidden_states)
-        shown = (m->layers + 2) * (int64_t)m->hidden * 4 + s->sparse_layers * (int64_t)m->kv_heads * m->top_k * 4;
+        shown = (m->layers + 2) * (int64_t)m->hidden * 4 +
+                s->sparse_layers * (int64_t)m->kv_heads * m->top_k * 4;
     int64_t threads = (int64_t)p->thread_scratch * s->options.threads;
     threads += (int64_t)sala__sampler_scratch(m->vocab) * s->options.threads;
-    return row * rows + node * nodes + (4 * (int64_t)m->vocab + shown) * (p->logits_rows + slots) + threads;
+    return row * rows + node * nodes + (4 * (int64_t)m->vocab + shown) * (p->logits_rows + slots) +
+           threads;
 }
 
 // Fill the plan from the model's shape and the options; an error when it does not fit.
@@ -6300,13 +6842,19 @@ static int sala__make_plan(sala *s, sala_error *err) {
     p->state = (size_t)m->lin_heads * (size_t)m->lin_dim * (size_t)m->lin_dim;
     p->pending = (size_t)SALA_MAX_PATH * (size_t)m->lin_kv_heads * (size_t)m->lin_dim;
     p->thread_scratch = sala__ops_scratch(m, o->context);
-    if (p->thread_scratch < SALA__GEMM_SCRATCH) p->thread_scratch = SALA__GEMM_SCRATCH;
+    if (p->thread_scratch < sala__gemm_scratch()) p->thread_scratch = sala__gemm_scratch();
     // No product below may overflow: a config can name any geometry.
-    double most = (double)p->pages * (double)p->page_kv * s->sparse_layers + (double)p->state * p->slots * s->lightning_layers;
-    most += (double)p->rows * ((double)m->hidden + m->ffn + (double)m->kv_heads * m->top_k) * (m->layers + 2.0);
-    most += ((double)p->logits_rows + p->slots) * ((double)m->vocab + (m->layers + 2.0) * m->hidden);
-    if (most > 1e15) return sala__fail(err, SALA_E_MEMORY, "the plan takes more than %.0f TiB", most / (1ll << 40));
-    p->kv_bytes = p->pages * s->sparse_layers * act * (int64_t)(2 * p->page_kv + p->page_tier1 + p->page_tier2);
+    double most = (double)p->pages * (double)p->page_kv * s->sparse_layers +
+                  (double)p->state * p->slots * s->lightning_layers;
+    most += (double)p->rows * ((double)m->hidden + m->ffn + (double)m->kv_heads * m->top_k) *
+            (m->layers + 2.0);
+    most +=
+        ((double)p->logits_rows + p->slots) * ((double)m->vocab + (m->layers + 2.0) * m->hidden);
+    if (most > 1e15)
+        return sala__fail(err, SALA_E_MEMORY, "the plan takes more than %.0f TiB",
+                          most / (1ll << 40));
+    p->kv_bytes = p->pages * s->sparse_layers * act *
+                  (int64_t)(2 * p->page_kv + p->page_tier1 + p->page_tier2);
     p->state_bytes = (int64_t)p->state * 4 * s->lightning_layers * p->slots;
     p->pending_bytes = (int64_t)p->pending * act * 2 * s->lightning_layers * p->slots;
     p->scratch_bytes = sala__scratch_bytes(s);
@@ -6316,10 +6864,12 @@ static int sala__make_plan(sala *s, sala_error *err) {
     if (total <= p->limit) return 0;
     double mib = 1.0 / (1 << 20);
     return sala__fail(err, SALA_E_MEMORY,
-                      "the plan takes %.1f MiB (K/V %.1f, states %.1f, pending paths %.1f, scratch %.1f) but %.1f MiB %s: lower "
+                      "the plan takes %.1f MiB (K/V %.1f, states %.1f, pending paths %.1f, scratch "
+                      "%.1f) but %.1f MiB %s: lower "
                       "context (%lld), kv-tokens (%lld), max-sequences (%d) or chunk (%d)",
-                      (double)total * mib, (double)p->kv_bytes * mib, (double)p->state_bytes * mib, (double)p->pending_bytes * mib,
-                      (double)p->scratch_bytes * mib, (double)p->limit * mib, o->memory_limit ? "are allowed" : "are free",
+                      (double)total * mib, (double)p->kv_bytes * mib, (double)p->state_bytes * mib,
+                      (double)p->pending_bytes * mib, (double)p->scratch_bytes * mib,
+                      (double)p->limit * mib, o->memory_limit ? "are allowed" : "are free",
                       (long long)o->context, (long long)o->kv_tokens, o->max_sequences, o->chunk);
 }
 
@@ -6327,11 +6877,14 @@ static int sala__make_plan(sala *s, sala_error *err) {
 static int64_t sala__longest_context(const sala *s) {
     const sala__plan *p = &s->plan;
     const sala_dims *m = &s->config.dims;
-    int64_t page = s->sparse_layers * (int64_t)sizeof(sala_act) * (int64_t)(2 * p->page_kv + p->page_tier1 + p->page_tier2);
+    int64_t page = s->sparse_layers * (int64_t)sizeof(sala_act) *
+                   (int64_t)(2 * p->page_kv + p->page_tier1 + p->page_tier2);
     int64_t threads = s->options.threads;
-    int64_t base = p->state_bytes + p->pending_bytes + p->scratch_bytes - (int64_t)p->thread_scratch * threads;
+    int64_t base =
+        p->state_bytes + p->pending_bytes + p->scratch_bytes - (int64_t)p->thread_scratch * threads;
     base += (int64_t)sala__ops_scratch(m, 0) * threads;
-    page += threads * (int64_t)(sala__select_scratch(m, m->block) - sala__select_scratch(m, 0)) * 4; // scores
+    page += threads * (int64_t)(sala__select_scratch(m, m->block) - sala__select_scratch(m, 0)) *
+            4; // scores
     int64_t most = page > 0 ? (p->limit - base) / page * m->block : INT32_MAX;
     int64_t cap = (int64_t)1 << 30;
     return most < 0 ? 0 : most > cap ? cap : most;
@@ -6350,8 +6903,10 @@ static int sala__default_options(sala *s, const sala_options *options, sala_erro
     if (!o->context) o->context = 32768;
     if (!o->kv_tokens) o->kv_tokens = o->context + 4096 * (int64_t)(o->max_sequences - 1);
     if (o->kv_tokens < o->context)
-        return sala__fail(err, SALA_E_ARGUMENT, "kv-tokens (%lld) is less than one context (%lld): raise it or lower context",
-                          (long long)o->kv_tokens, (long long)o->context);
+        return sala__fail(
+            err, SALA_E_ARGUMENT,
+            "kv-tokens (%lld) is less than one context (%lld): raise it or lower context",
+            (long long)o->kv_tokens, (long long)o->context);
     if (!o->chunk) o->chunk = 2048;
     return 0;
 }
@@ -6363,9 +6918,11 @@ static int sala__read_files(sala *s, const char *path, int tokenizer, sala_error
     if (!s->options.synthetic) {
         struct stat st;
         if (stat(path, &st) < 0)
-            return sala__fail(err, SALA_E_FILE, "%s: no such model folder: %s", path, strerror(errno));
+            return sala__fail(err, SALA_E_FILE, "%s: no such model folder: %s", path,
+                              strerror(errno));
         if (!S_ISDIR(st.st_mode))
-            return sala__fail(err, SALA_E_FILE, "%s: not a folder; give the folder that holds config.json", path);
+            return sala__fail(err, SALA_E_FILE,
+                              "%s: not a folder; give the folder that holds config.json", path);
         file = sala__join(&s->env, path, "config.json", err);
         if (!file) return SALA_E_MEMORY;
     }
@@ -6374,7 +6931,8 @@ static int sala__read_files(sala *s, const char *path, int tokenizer, sala_error
     sala__release(&s->env, file);
     if (code < 0) return code;
     sala_dims *m = &s->config.dims;
-    if (s->options.dense_len) m->dense_len = s->options.dense_len == SALA_DENSE_NEVER ? 0 : s->options.dense_len;
+    if (s->options.dense_len)
+        m->dense_len = s->options.dense_len == SALA_DENSE_NEVER ? 0 : s->options.dense_len;
     for (int l = 0; l < m->layers; l++) s->sparse_layers += s->config.sparse[l];
     s->lightning_layers = m->layers - s->sparse_layers;
     if (s->options.synthetic) // shapes and totals; the weights are made once the plan fits
@@ -6382,16 +6940,20 @@ static int sala__read_files(sala *s, const char *path, int tokenizer, sala_error
     if ((code = sala__generation_config_read(&s->env, path, &s->config, err)) < 0) return code;
     sala__progress(&s->env, "mapping the weights", 0.1);
     if ((code = sala__checkpoint_open(&s->env, path, &s->checkpoint, err)) < 0) return code;
-    if ((code = sala__weights_bind(&s->env, &s->checkpoint, &s->config, &s->weights, err)) < 0) return code;
+    if ((code = sala__weights_bind(&s->env, &s->checkpoint, &s->config, &s->weights, err)) < 0)
+        return code;
     if (!tokenizer) return 0;
     file = sala__join(&s->env, path, "tokenizer.json", err);
     if (!file) return SALA_E_MEMORY;
     int there = sala__file_exists(file);
-    if (!there) sala__log(&s->env, SALA_LOG_WARNING, "%s: not there: this model takes and gives token ids only", file);
+    if (!there)
+        sala__log(&s->env, SALA_LOG_WARNING,
+                  "%s: not there: this model takes and gives token ids only", file);
     sala__release(&s->env, file);
     if (!there) return 0;
     sala__progress(&s->env, "reading the tokenizer", 0.5);
-    code = sala__tokenizer_open(&s->env, path, m->vocab, s->options.chat_template, &s->tokenizer, err);
+    code =
+        sala__tokenizer_open(&s->env, path, m->vocab, s->options.chat_template, &s->tokenizer, err);
     s->has_tokenizer = code == 0;
     return code;
 }
@@ -6408,8 +6970,10 @@ typedef struct sala__buffer {
 static int sala__buffers(sala *s, sala__buffer *b) {
     const sala_dims *m = &s->config.dims;
     const sala__plan *p = &s->plan;
-    size_t act = sizeof(sala_act), rows = (size_t)p->rows, nodes = (size_t)p->node_rows, slots = (size_t)p->slots;
-    size_t wide = (size_t)sala__query_width(m), narrow = (size_t)sala__kv_width(m), hidden = (size_t)m->hidden;
+    size_t act = sizeof(sala_act), rows = (size_t)p->rows, nodes = (size_t)p->node_rows,
+           slots = (size_t)p->slots;
+    size_t wide = (size_t)sala__query_width(m), narrow = (size_t)sala__kv_width(m),
+           hidden = (size_t)m->hidden;
     size_t lists = (size_t)m->kv_heads * (size_t)m->top_k, lightning = (size_t)s->lightning_layers;
     size_t shown = (size_t)p->logits_rows, lin = (size_t)m->lin_kv_heads * (size_t)m->lin_dim;
     size_t show_hidden = s->options.hidden_states ? (size_t)(m->layers + 2) * hidden : 0;
@@ -6436,7 +7000,8 @@ static int sala__buffers(sala *s, sala__buffer *b) {
         {(void **)&s->v, rows * narrow, act, "activations"},
         {(void **)&s->ffn_gate, rows * (size_t)m->ffn, act, "activations"},
         {(void **)&s->ffn_up, rows * (size_t)m->ffn, act, "activations"},
-        {(void **)&s->cos_sin, rows * (size_t)sala__max(m->lin_dim, m->head_dim), 4, "rotary tables"},
+        {(void **)&s->cos_sin, rows * (size_t)sala__max(m->lin_dim, m->head_dim), 4,
+         "rotary tables"},
         {(void **)&s->blocks, rows * lists, 4, "block lists"},
         {(void **)&s->block_count, rows * (size_t)m->kv_heads, 4, "block lists"},
         {(void **)&s->node_k, lightning * nodes * lin, act, "verify scratch"},
@@ -6448,7 +7013,8 @@ static int sala__buffers(sala *s, sala__buffer *b) {
         {(void **)&s->prefill_blocks, shown * show_blocks, 4, "selected blocks"},
         {(void **)&s->verify_blocks, slots * show_blocks, 4, "selected blocks"},
         {(void **)&s->accepted, slots * (1 + SALA_MAX_PATH), 4, "accepted rows"},
-        {(void **)&s->sample_scratch, (size_t)s->options.threads * sala__sampler_scratch(m->vocab), 1, "sampling"},
+        {(void **)&s->sample_scratch, (size_t)s->options.threads * sala__sampler_scratch(m->vocab),
+         1, "sampling"},
     };
     memcpy(b, table, sizeof table);
     return (int)(sizeof table / sizeof table[0]);
@@ -6465,14 +7031,17 @@ static int sala__allocate(sala *s, sala_error *err) {
         if (!*b[i].pointer) return SALA_E_MEMORY;
     }
     s->accepted_rows = s->accepted + p->slots;
-    s->pages = (sala_pages *)sala__alloc(&s->env, (size_t)s->sparse_layers, sizeof *s->pages, "pages", err);
-    s->nodes = (sala_nodes *)sala__alloc(&s->env, (size_t)s->sparse_layers, sizeof *s->nodes, "verify scratch", err);
+    s->pages = (sala_pages *)sala__alloc(&s->env, (size_t)s->sparse_layers, sizeof *s->pages,
+                                         "pages", err);
+    s->nodes = (sala_nodes *)sala__alloc(&s->env, (size_t)s->sparse_layers, sizeof *s->nodes,
+                                         "verify scratch", err);
     if (!s->pages || !s->nodes) return SALA_E_MEMORY;
     size_t act = sizeof(sala_act), pages = (size_t)p->pages;
     size_t node = (size_t)p->node_rows * (size_t)m->kv_heads * (size_t)m->head_dim;
     for (int l = 0; l < s->sparse_layers; l++) {
-        sala_act *kv = (sala_act *)sala__alloc(&s->env, pages * (2 * p->page_kv + p->page_tier1 + p->page_tier2), act,
-                                               "the K/V cache", err);
+        sala_act *kv = (sala_act *)sala__alloc(
+            &s->env, pages * (2 * p->page_kv + p->page_tier1 + p->page_tier2), act, "the K/V cache",
+            err);
         sala_act *scratch = (sala_act *)sala__alloc(&s->env, 4 * node, act, "verify scratch", err);
         s->pages[l].k = kv; // owns the layer's one allocation
         s->nodes[l].k = scratch;
@@ -6501,7 +7070,8 @@ static int sala__name_device(sala *s, sala_error *err) {
 #else
     const char *simd = ", no SIMD with fma: slow";
 #endif
-    int n = snprintf(text, sizeof text, "CPU, %d thread%s%s", s->options.threads, s->options.threads == 1 ? "" : "s", simd);
+    int n = snprintf(text, sizeof text, "CPU, %d thread%s%s", s->options.threads,
+                     s->options.threads == 1 ? "" : "s", simd);
     s->device = (char *)sala__alloc(&s->env, (size_t)n + 1, 1, "a name", err);
     if (!s->device) return SALA_E_MEMORY;
     memcpy(s->device, text, (size_t)n + 1);
@@ -6513,7 +7083,8 @@ enum { SALA__FILL_PARTS = 64 };
 static void sala__fill_part(void *context, int64_t part, int thread) {
     sala *s = (sala *)context;
     (void)thread;
-    sala__weights_fill(&s->config, &s->weights, s->options.synthetic_seed, (int)part, SALA__FILL_PARTS);
+    sala__weights_fill(&s->config, &s->weights, s->options.synthetic_seed, (int)part,
+                       SALA__FILL_PARTS);
 }
 
 static int sala__open(sala *s, const char *path, sala_error *err) {
@@ -6606,7 +7177,8 @@ SALA_API const char *sala_version(void) {
     return SALA_VERSION;
 }
 
-static int64_t sala__state_traffic(const sala *s) { // bytes of lightning state that one token reads and writes
+static int64_t
+sala__state_traffic(const sala *s) { // bytes of lightning state that one token reads and writes
     return 2 * (int64_t)s->plan.state * 4 * s->lightning_layers;
 }
 
@@ -6629,7 +7201,9 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
     info->kv_heads = m->kv_heads;
     info->head_dim = m->head_dim;
     info->lightning_heads = m->lin_heads;
+    info->lightning_kv_heads = m->lin_kv_heads;
     info->lightning_head_dim = m->lin_dim;
+    info->intermediate = m->ffn;
     info->block = m->block;
     info->top_k = m->top_k;
     info->dense_len = m->dense_len;
@@ -6637,7 +7211,8 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
     info->threads = s->options.threads;
     info->max_sequences = s->options.max_sequences;
     info->parameters = s->weights.parameters;
-    info->bits_per_weight = s->weights.parameters ? 8.0 * (double)s->weights.bytes / (double)s->weights.parameters : 0;
+    info->bits_per_weight =
+        s->weights.parameters ? 8.0 * (double)s->weights.bytes / (double)s->weights.parameters : 0;
     info->context = s->options.context;
     info->longest_context = sala__longest_context(s);
     info->weight_bytes = s->weights.bytes;
@@ -6645,7 +7220,8 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
     info->state_bytes = p->state_bytes;
     info->pending_bytes = p->pending_bytes;
     info->scratch_bytes = p->scratch_bytes;
-    info->total_bytes = info->weight_bytes + p->kv_bytes + p->state_bytes + p->pending_bytes + p->scratch_bytes;
+    info->total_bytes =
+        info->weight_bytes + p->kv_bytes + p->state_bytes + p->pending_bytes + p->scratch_bytes;
     info->kv_bytes_per_token = p->pages ? p->kv_bytes / p->pages / m->block : 0;
     info->state_bytes_per_sequence = (int64_t)p->state * 4 * s->lightning_layers;
     info->decode_bytes = s->weights.decode_bytes + sala__state_traffic(s);
@@ -6653,8 +7229,10 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
         info->sequences_resident += s->sequences[i].id != 0;
     }
     for (const sala__request *r = s->requests; r; r = r->next) {
-        if (r->state == SALA__WAITING) info->requests_waiting++;
-        else info->requests_active++;
+        if (r->state == SALA__WAITING)
+            info->requests_waiting++;
+        else
+            info->requests_active++;
     }
     info->kv_tokens_total = p->pages * m->block;
     info->kv_tokens_reserved = (p->pages - s->free_page_count) * m->block;
@@ -6663,11 +7241,13 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
     info->eos_count = s->config.eos_count;
 }
 
-SALA_API int sala_plan(const char *path, const sala_options *options, sala_info *info, sala_error *err) {
+SALA_API int sala_plan(const char *path, const sala_options *options, sala_info *info,
+                       sala_error *err) {
     memset(info, 0, sizeof *info);
     sala *s = sala__new(options, err);
     if (!s) return err ? err->code : SALA_E_ARGUMENT;
-    int code = path ? sala__read_files(s, path, 0, err) : sala__fail(err, SALA_E_ARGUMENT, "sala_plan: no path given");
+    int code = path ? sala__read_files(s, path, 0, err)
+                    : sala__fail(err, SALA_E_ARGUMENT, "sala_plan: no path given");
     if (code == 0) {
         code = sala__make_plan(s, err); // a plan that does not fit is still reported
         s->free_page_count = s->plan.pages;
@@ -6679,14 +7259,13 @@ SALA_API int sala_plan(const char *path, const sala_options *options, sala_info 
     sala_close(s);
     return code;
 }
-
-/* ------------------------------------------------------------------------------------------------
+/* -----------------------------------------------------------------------------------------------
    [9] THE LOOP: prefill, verify, events
 
-   Two kinds of pass and no third. Prefill runs a chunk of one sequence's prompt. Verify runs, for every
-   sequence that generates, a tree whose root is the last chosen token; plain decoding is a verify of
-   one-node trees. sala__forward below is the only copy of the layer loop and serves both.
-   ------------------------------------------------------------------------------------------------ */
+   Two kinds of pass and no third. Prefill runs a chunk of one sequence's prompt. Verify runs, for
+   every sequence that generates, a tree whose root is the last chosen token; plain decoding is a
+   verify of one-node trees. sala__forward below is the only copy of the layer loop and serves both.
+   -------------------------------------------------------------------------------------------- */
 
 // ---- events ----
 
@@ -6733,31 +7312,37 @@ static sala__sequence *sala__find_sequence(sala *s, int64_t id) {
     return NULL;
 }
 
-static void *sala__copy(sala *s, const void *from, size_t count, size_t size, const char *what, sala_error *err) {
+static void *sala__copy(sala *s, const void *from, size_t count, size_t size, const char *what,
+                        sala_error *err) {
     void *p = sala__alloc(&s->env, count, size, what, err);
     if (p && count) memcpy(p, from, count * size);
     return p;
 }
 
-static int sala__check_tokens(const sala *s, const int32_t *tokens, int64_t count, const char *field, sala_error *err) {
+static int sala__check_tokens(const sala *s, const int32_t *tokens, int64_t count,
+                              const char *field, sala_error *err) {
     for (int64_t i = 0; i < count; i++)
         if (tokens[i] < 0 || tokens[i] >= s->config.dims.vocab)
-            return sala__fail(err, SALA_E_ARGUMENT, "%s[%lld] is %d, but the vocabulary has %d tokens", field, (long long)i,
-                              tokens[i], s->config.dims.vocab);
+            return sala__fail(err, SALA_E_ARGUMENT,
+                              "%s[%lld] is %d, but the vocabulary has %d tokens", field,
+                              (long long)i, tokens[i], s->config.dims.vocab);
     return 0;
 }
 
 // The prompt: given as ids, or encoded from text.
-static int sala__request_prompt(sala *s, const sala_request *ask, sala__request *r, sala_error *err) {
+static int sala__request_prompt(sala *s, const sala_request *ask, sala__request *r,
+                                sala_error *err) {
     if (!ask->text) {
         int code = sala__check_tokens(s, ask->tokens, ask->token_count, "tokens", err);
         if (code < 0) return code;
         r->token_count = ask->token_count;
-        r->tokens = (int32_t *)sala__copy(s, ask->tokens, (size_t)ask->token_count, 4, "the prompt", err);
+        r->tokens =
+            (int32_t *)sala__copy(s, ask->tokens, (size_t)ask->token_count, 4, "the prompt", err);
         return r->tokens ? 0 : SALA_E_MEMORY;
     }
     if (!s->has_tokenizer)
-        return sala__fail(err, SALA_E_STATE, "this model has no tokenizer.json: give token ids instead of text");
+        return sala__fail(err, SALA_E_STATE,
+                          "this model has no tokenizer.json: give token ids instead of text");
     size_t bytes = ask->text_bytes ? ask->text_bytes : strlen(ask->text);
     int flags = SALA_PARSE_SPECIAL | (ask->sequence ? 0 : SALA_ADD_BOS);
     r->token_count = sala__encode(&s->tokenizer, ask->text, bytes, flags, &r->tokens, err);
@@ -6774,45 +7359,61 @@ static int sala__request_copy(sala *s, const sala_request *ask, sala__request *r
     r->logprobs = ask->logprobs;
     r->want_rows = ask->want_rows;
     if ((code = sala__check_tokens(s, ask->force, ask->force_count, "force", err)) < 0) return code;
-    if ((code = sala__check_tokens(s, ask->stop_tokens, ask->stop_token_count, "stop_tokens", err)) < 0) return code;
-    r->force = (int32_t *)sala__copy(s, ask->force, (size_t)ask->force_count, 4, "forced tokens", err);
-    r->stop_tokens = (int32_t *)sala__copy(s, ask->stop_tokens, (size_t)ask->stop_token_count, 4, "stop tokens", err);
-    r->stop = (char **)sala__alloc(&s->env, (size_t)ask->stop_count, sizeof(char *), "stop strings", err);
+    if ((code = sala__check_tokens(s, ask->stop_tokens, ask->stop_token_count, "stop_tokens",
+                                   err)) < 0)
+        return code;
+    r->force =
+        (int32_t *)sala__copy(s, ask->force, (size_t)ask->force_count, 4, "forced tokens", err);
+    r->stop_tokens = (int32_t *)sala__copy(s, ask->stop_tokens, (size_t)ask->stop_token_count, 4,
+                                           "stop tokens", err);
+    r->stop =
+        (char **)sala__alloc(&s->env, (size_t)ask->stop_count, sizeof(char *), "stop strings", err);
     if (!r->force || !r->stop_tokens || !r->stop) return SALA_E_MEMORY;
     r->force_count = ask->force_count;
     r->stop_token_count = ask->stop_token_count;
     for (; r->stop_count < ask->stop_count; r->stop_count++) {
         const char *text = ask->stop[r->stop_count];
-        r->stop[r->stop_count] = (char *)sala__copy(s, text, strlen(text) + 1, 1, "a stop string", err);
+        r->stop[r->stop_count] =
+            (char *)sala__copy(s, text, strlen(text) + 1, 1, "a stop string", err);
         if (!r->stop[r->stop_count]) return SALA_E_MEMORY;
     }
     if (s->has_tokenizer) sala__stream_init(&s->tokenizer, ask->special_text, &r->stream);
     code = sala__sampler_init(&s->env, ask, s->config.dims.vocab, &r->sampler, err);
-    for (int64_t i = 0; code == 0 && i < r->token_count; i++) sala__sampler_note(&r->sampler, r->tokens[i], 0);
+    for (int64_t i = 0; code == 0 && i < r->token_count; i++)
+        sala__sampler_note(&r->sampler, r->tokens[i], 0);
     return code;
 }
 
 // What can be known at once about a request that can never run.
-static int sala__request_fits(sala *s, const sala__request *r, const sala_request *ask, sala_error *err) {
+static int sala__request_fits(sala *s, const sala__request *r, const sala_request *ask,
+                              sala_error *err) {
     const sala__sequence *q = r->sequence ? sala__find_sequence(s, r->sequence) : NULL;
     int64_t stored = 0;
     if (r->sequence) {
-        if (!q) return sala__fail(err, SALA_E_ARGUMENT, "there is no sequence %lld", (long long)r->sequence);
-        if (q->request) return sala__fail(err, SALA_E_STATE, "sequence %lld is busy", (long long)r->sequence);
+        if (!q)
+            return sala__fail(err, SALA_E_ARGUMENT, "there is no sequence %lld",
+                              (long long)r->sequence);
+        if (q->request)
+            return sala__fail(err, SALA_E_STATE, "sequence %lld is busy", (long long)r->sequence);
         stored = q->stored + (q->root >= 0);
     }
     if (r->token_count + (q && q->root >= 0) == 0)
         return sala__fail(err, SALA_E_ARGUMENT, "the prompt is empty: give at least one token");
     if (stored + r->token_count + r->max_tokens > s->options.context)
         return sala__fail(err, SALA_E_ARGUMENT,
-                          "the prompt (%lld tokens%s) and max-tokens (%lld) do not fit the context of %lld: shorten it or raise "
+                          "the prompt (%lld tokens%s) and max-tokens (%lld) do not fit the context "
+                          "of %lld: shorten it or raise "
                           "--context",
-                          (long long)(stored + r->token_count), q ? " with the sequence so far" : "", (long long)r->max_tokens,
+                          (long long)(stored + r->token_count),
+                          q ? " with the sequence so far" : "", (long long)r->max_tokens,
                           (long long)s->options.context);
     if ((ask->want_rows & SALA_ROWS_PROMPT) && s->options.logits_rows < SALA_TILE)
-        return sala__fail(err, SALA_E_ARGUMENT, "want_rows needs an engine opened with logits-rows of at least %d", SALA_TILE);
+        return sala__fail(err, SALA_E_ARGUMENT,
+                          "want_rows needs an engine opened with logits-rows of at least %d",
+                          SALA_TILE);
     if (ask->text == NULL && r->stop_count && !s->has_tokenizer)
-        return sala__fail(err, SALA_E_STATE, "this model has no tokenizer.json: stop strings cannot be matched");
+        return sala__fail(err, SALA_E_STATE,
+                          "this model has no tokenizer.json: stop strings cannot be matched");
     return 0;
 }
 
@@ -6844,7 +7445,8 @@ SALA_API int sala_cancel(sala *s, int64_t request, sala_error *err) {
             r->cancelled = 1;
             return 0;
         }
-    return sala__fail(err, SALA_E_ARGUMENT, "there is no unfinished request %lld", (long long)request);
+    return sala__fail(err, SALA_E_ARGUMENT, "there is no unfinished request %lld",
+                      (long long)request);
 }
 
 static void sala__free_sequence(sala *s, sala__sequence *q) {
@@ -6857,10 +7459,12 @@ static void sala__free_sequence(sala *s, sala__sequence *q) {
 
 SALA_API int sala_release(sala *s, int64_t sequence, sala_error *err) {
     sala__sequence *q = sala__find_sequence(s, sequence);
-    if (!q) return sala__fail(err, SALA_E_ARGUMENT, "there is no sequence %lld", (long long)sequence);
+    if (!q)
+        return sala__fail(err, SALA_E_ARGUMENT, "there is no sequence %lld", (long long)sequence);
     if (q->request)
-        return sala__fail(err, SALA_E_STATE, "sequence %lld is in use by request %lld: cancel that first", (long long)sequence,
-                          (long long)q->request);
+        return sala__fail(err, SALA_E_STATE,
+                          "sequence %lld is in use by request %lld: cancel that first",
+                          (long long)sequence, (long long)q->request);
     sala__free_sequence(s, q);
     return 0;
 }
@@ -6869,12 +7473,12 @@ SALA_API int sala_release(sala *s, int64_t sequence, sala_error *err) {
 
 typedef struct sala__pass {
     sala_rows rows;
-    sala_act *logits_x;      // [logits_rows, hidden] the rows whose logits are wanted, inside y
+    sala_act *logits_x; // [logits_rows, hidden] the rows whose logits are wanted, inside y
     int32_t logits_first, logits_rows;
-    float *logits;           // [logits_rows, vocab]
-    float *hidden;           // or NULL; element (state l, row r) begins at l * hidden_l + r * hidden_r
+    float *logits; // [logits_rows, vocab]
+    float *hidden; // or NULL; element (state l, row r) begins at l * hidden_l + r * hidden_r
     size_t hidden_l, hidden_r;
-    int32_t *blocks;         // or NULL; the same with blocks_l, blocks_r
+    int32_t *blocks; // or NULL; the same with blocks_l, blocks_r
     size_t blocks_l, blocks_r;
 } sala__pass;
 
@@ -6886,7 +7490,8 @@ static void sala__show_hidden(const sala *s, const sala__pass *p, int state, con
     if (!p->hidden) return;
     int width = s->config.dims.hidden;
     for (int r = 0; r < p->rows.count; r++)
-        sala__load_row(p->hidden + (size_t)state * p->hidden_l + (size_t)r * p->hidden_r, x + (size_t)r * (size_t)width, width);
+        sala__load_row(p->hidden + (size_t)state * p->hidden_l + (size_t)r * p->hidden_r,
+                       x + (size_t)r * (size_t)width, width);
 }
 
 static void sala__show_blocks(const sala *s, const sala__pass *p, int sparse_layer) {
@@ -6894,7 +7499,8 @@ static void sala__show_blocks(const sala *s, const sala__pass *p, int sparse_lay
     const sala_dims *m = &s->config.dims;
     for (int r = 0; r < p->rows.count; r++)
         for (int g = 0; g < m->kv_heads; g++) {
-            int32_t *to = p->blocks + (size_t)sparse_layer * p->blocks_l + (size_t)r * p->blocks_r + g * m->top_k;
+            int32_t *to = p->blocks + (size_t)sparse_layer * p->blocks_l + (size_t)r * p->blocks_r +
+                          g * m->top_k;
             int64_t list = (int64_t)r * m->kv_heads + g;
             int count = s->block_count[list];
             for (int i = 0; i < m->top_k; i++)
@@ -6953,12 +7559,15 @@ static void sala__sparse_layer(sala *s, sala__pass *p, const sala__layer *w, int
     }
     sala_store_args store = {m, &p->rows, nodes, s->pages[index]};
     sala__op(s, p->rows.verify ? SALA__OP_store_verify : SALA__OP_store_prefill, &store);
-    sala_select_args select = {m, &p->rows, s->q, nodes, s->pages[index], s->blocks, s->block_count};
+    sala_select_args select = {m,         &p->rows,      s->q, nodes, s->pages[index],
+                               s->blocks, s->block_count};
     sala__op(s, SALA__OP_select, &select);
     sala__show_blocks(s, p, index);
-    sala_attend_args attend = {m, &p->rows, s->q, nodes, s->pages[index], s->blocks, s->block_count, s->o};
+    sala_attend_args attend = {m,         &p->rows,       s->q, nodes, s->pages[index],
+                               s->blocks, s->block_count, s->o};
     sala__op(s, SALA__OP_attend, &attend);
-    sala_gate_args gate = {p->rows.count, m->heads * m->head_dim, m->eps, w->o_norm, w->gate.data ? s->gate : NULL, s->o};
+    sala_gate_args gate = {p->rows.count, m->heads * m->head_dim,        m->eps,
+                           w->o_norm,     w->gate.data ? s->gate : NULL, s->o};
     if (w->gate.data) sala__op(s, SALA__OP_gate, &gate);
     sala__gemm1(s, p->rows.count, s->o, &w->o, s->branch);
 }
@@ -6987,11 +7596,20 @@ static void sala__lightning_layer(sala *s, sala__pass *p, const sala__layer *w, 
     sala_gla_args gla = sala__gla_args(s, &p->rows, index);
     sala_act *k = (sala_act *)(uintptr_t)gla.k, *v = (sala_act *)(uintptr_t)gla.v;
     sala__project(s, p->rows.count, w, k, v);
-    sala_qk_args qk = {p->rows.count, m->lin_heads, m->lin_kv_heads, m->lin_dim, m->eps, w->q_norm, w->k_norm,
-                       m->lin_rope ? s->cos_sin : NULL, s->q, k};
+    sala_qk_args qk = {p->rows.count,
+                       m->lin_heads,
+                       m->lin_kv_heads,
+                       m->lin_dim,
+                       m->eps,
+                       w->q_norm,
+                       w->k_norm,
+                       m->lin_rope ? s->cos_sin : NULL,
+                       s->q,
+                       k};
     sala__op(s, SALA__OP_qk_norm_rope, &qk);
     sala__op(s, p->rows.verify ? SALA__OP_gla_verify : SALA__OP_gla_prefill, &gla);
-    sala_gate_args gate = {p->rows.count, m->lin_heads * m->lin_dim, m->eps, w->o_norm, w->gate.data ? s->gate : NULL, s->o};
+    sala_gate_args gate = {p->rows.count, m->lin_heads * m->lin_dim,     m->eps,
+                           w->o_norm,     w->gate.data ? s->gate : NULL, s->o};
     sala__op(s, SALA__OP_gate, &gate);
     sala__gemm1(s, p->rows.count, s->o, &w->o, s->branch);
 }
@@ -7021,14 +7639,17 @@ static void sala__forward(sala *s, sala__pass *p) {
     sala__show_hidden(s, p, 0, s->x);
     sala_rope_args rope = {&p->rows, m->rope_theta, m->lin_dim, s->cos_sin};
     sala__op(s, SALA__OP_rope_table, &rope);
-    sala_norm_args norm = {rows, m->hidden, m->eps, m->residual_scale, NULL, s->weights.final_norm, s->x, s->y, 1};
+    sala_norm_args norm = {rows, m->hidden, m->eps, m->residual_scale, NULL, s->weights.final_norm,
+                           s->x, s->y,      1};
     for (int l = 0; l < m->layers; l++) {
         const sala__layer *w = &s->weights.layers[l];
         norm.weight = w->input_norm;
         sala__op(s, SALA__OP_norm, &norm); // adds the MLP branch of the layer before
         if (l > 0) sala__show_hidden(s, p, l, s->x);
-        if (w->sparse) sala__sparse_layer(s, p, w, sparse++);
-        else sala__lightning_layer(s, p, w, lightning++);
+        if (w->sparse)
+            sala__sparse_layer(s, p, w, sparse++);
+        else
+            sala__lightning_layer(s, p, w, lightning++);
         norm.branch = s->branch;
         norm.weight = w->post_norm;
         sala__op(s, SALA__OP_norm, &norm);
@@ -7056,8 +7677,8 @@ static void sala__forward(sala *s, sala__pass *p) {
 
 // ---- choosing tokens, text, the end of a request ----
 
-// What the first of these events at index j of the output decides (speculation.md 5.4): an end token, a stop
-// string, the number of tokens.
+// What the first of these events at index j of the output decides (speculation.md 5.4): an end
+// token, a stop string, the number of tokens.
 static int sala__is_stop_token(const sala *s, const sala__request *r, int32_t token) {
     for (int i = 0; i < r->stop_token_count; i++)
         if (r->stop_tokens[i] == token) return 1;
@@ -7066,8 +7687,8 @@ static int sala__is_stop_token(const sala *s, const sala__request *r, int32_t to
     return 0;
 }
 
-// How many bytes of `held` can be shown: all before the earliest place where a stop string stands (*stopped = 1)
-// or might still begin.
+// How many bytes of `held` can be shown: all before the earliest place where a stop string stands
+// (*stopped = 1) or might still begin.
 static size_t sala__stop_scan(const sala__request *r, int *stopped) {
     const char *text = r->held.data;
     size_t size = r->held.size;
@@ -7110,8 +7731,8 @@ static void sala__fill_timings(const sala__request *r, sala_timings *t) {
     t->decode_bytes = r->decode_bytes;
 }
 
-// The request is over: a last event, then its sequence is kept or freed. The request itself goes at the end of
-// the step (`slot` -2 marks it).
+// The request is over: a last event, then its sequence is kept or freed. The request itself goes at
+// the end of the step (`slot` -2 marks it).
 static int sala__finish(sala *s, sala__request *r, int reason, int show_rest, sala_error *err) {
     int code = 0;
     if (show_rest && s->has_tokenizer) code = sala__stream_flush(&r->stream, &r->held, err);
@@ -7121,10 +7742,13 @@ static int sala__finish(sala *s, sala__request *r, int reason, int show_rest, sa
     if (!e) return SALA_E_MEMORY;
     e->finish_reason = reason;
     sala__fill_timings(r, &e->timings);
-    sala__sequence *q = r->slot >= 0 ? &s->sequences[r->slot] : r->sequence ? sala__find_sequence(s, r->sequence) : NULL;
+    sala__sequence *q = r->slot >= 0  ? &s->sequences[r->slot]
+                        : r->sequence ? sala__find_sequence(s, r->sequence)
+                                      : NULL;
     if (q) {
         q->request = 0;
-        q->token_count = (size_t)q->stored + (q->root >= 0); // cancelled in prefill: what was not read never was
+        q->token_count =
+            (size_t)q->stored + (q->root >= 0); // cancelled in prefill: what was not read never was
         e->sequence = r->keep || r->slot < 0 ? q->id : 0;
         if (!e->sequence) sala__free_sequence(s, q);
     }
@@ -7133,7 +7757,8 @@ static int sala__finish(sala *s, sala__request *r, int reason, int show_rest, sa
 }
 
 static int sala__note_token(sala *s, sala__sequence *q, int32_t token, sala_error *err) {
-    int code = sala__grow(&s->env, (void **)&q->tokens, &q->token_capacity, q->token_count + 1, 4, "a history", err);
+    int code = sala__grow(&s->env, (void **)&q->tokens, &q->token_capacity, q->token_count + 1, 4,
+                          "a history", err);
     if (code == 0) q->tokens[q->token_count++] = token;
     return code;
 }
@@ -7165,9 +7790,11 @@ static int sala__take_token(sala *s, sala__request *r, const sala__choice *c, sa
     e->top_count = c->top_count;
     if (c->top_count) {
         size_t need = s->event_top_count + (size_t)c->top_count;
-        code = sala__grow(&s->env, (void **)&s->event_top, &s->event_top_capacity, need, sizeof(sala_logprob), "logprobs", err);
+        code = sala__grow(&s->env, (void **)&s->event_top, &s->event_top_capacity, need,
+                          sizeof(sala_logprob), "logprobs", err);
         if (code < 0) return code;
-        memcpy(s->event_top + s->event_top_count, c->top, (size_t)c->top_count * sizeof(sala_logprob));
+        memcpy(s->event_top + s->event_top_count, c->top,
+               (size_t)c->top_count * sizeof(sala_logprob));
         s->event_top_count = need;
     }
     int end = !forced && sala__is_stop_token(s, r, token);
@@ -7188,17 +7815,20 @@ static int64_t sala__pages_for(const sala *s, int64_t tokens) {
     return (tokens + s->config.dims.block - 1) / s->config.dims.block;
 }
 
-// Reserve slot and pages for all that the request can ever need. Returns 1 admitted, 0 must wait, or an error.
+// Reserve slot and pages for all that the request can ever need. Returns 1 admitted, 0 must wait,
+// or an error.
 static int sala__admit(sala *s, sala__request *r, sala_error *err) {
     sala__sequence *q = r->sequence ? sala__find_sequence(s, r->sequence) : NULL;
     for (int i = 0; !q && i < s->plan.slots; i++)
         if (!s->sequences[i].id) q = &s->sequences[i];
     if (!q) return 0;
     int64_t had = r->sequence ? q->stored + (q->root >= 0) : 0;
-    int64_t need = sala__pages_for(s, had + r->token_count + r->max_tokens) - (r->sequence ? q->page_count : 0);
+    int64_t need = sala__pages_for(s, had + r->token_count + r->max_tokens) -
+                   (r->sequence ? q->page_count : 0);
     if (need > s->free_page_count) return 0;
     size_t capacity = (size_t)q->page_capacity;
-    int code = sala__grow(&s->env, (void **)&q->pages, &capacity, (size_t)(q->page_count + (need > 0 ? need : 0)), 4, "a page table", err);
+    int code = sala__grow(&s->env, (void **)&q->pages, &capacity,
+                          (size_t)(q->page_count + (need > 0 ? need : 0)), 4, "a page table", err);
     if (code < 0) return code;
     q->page_capacity = (int32_t)capacity;
     if (!r->sequence) {
@@ -7207,7 +7837,8 @@ static int sala__admit(sala *s, sala__request *r, sala_error *err) {
         q->stored = q->pending = 0;
         q->root = -1;
         for (int l = 0; l < s->lightning_layers; l++)
-            memset(s->states + ((size_t)l * (size_t)s->plan.slots + (size_t)slot) * s->plan.state, 0, s->plan.state * 4);
+            memset(s->states + ((size_t)l * (size_t)s->plan.slots + (size_t)slot) * s->plan.state,
+                   0, s->plan.state * 4);
     }
     for (; need > 0; need--) q->pages[q->page_count++] = s->free_pages[--s->free_page_count];
     q->request = r->id;
@@ -7219,8 +7850,8 @@ static int sala__admit(sala *s, sala__request *r, sala_error *err) {
     return 1;
 }
 
-// A continued sequence begins its new segment with the pending root; and the penalties of a request see what
-// the sequence held before.
+// A continued sequence begins its new segment with the pending root; and the penalties of a request
+// see what the sequence held before.
 static int sala__begin_segment(sala *s, sala__request *r, sala_error *err) {
     sala__sequence *q = &s->sequences[r->slot];
     size_t past = q->token_count;
@@ -7230,7 +7861,8 @@ static int sala__begin_segment(sala *s, sala__request *r, sala_error *err) {
         if (code < 0) return code;
     }
     if (q->root < 0) return 0;
-    int32_t *tokens = (int32_t *)sala__alloc(&s->env, (size_t)r->token_count + 1, 4, "the prompt", err);
+    int32_t *tokens =
+        (int32_t *)sala__alloc(&s->env, (size_t)r->token_count + 1, 4, "the prompt", err);
     if (!tokens) return SALA_E_MEMORY;
     tokens[0] = q->root;
     memcpy(tokens + 1, r->tokens, (size_t)r->token_count * 4);
@@ -7290,19 +7922,25 @@ static sala_rows sala__rows(sala *s, int count, int seq_count, int verify) {
     return rows;
 }
 
-static void sala__sample_row(sala *s, const sala__request *r, const float *logits, int thread, sala__choice *c) {
-    char *scratch = s->sample_scratch + (size_t)thread * sala__sampler_scratch(s->config.dims.vocab);
+static void sala__sample_row(sala *s, const sala__request *r, const float *logits, int thread,
+                             sala__choice *c) {
+    char *scratch =
+        s->sample_scratch + (size_t)thread * sala__sampler_scratch(s->config.dims.vocab);
     int64_t position = s->sequences[r->slot].stored;
     c->top_count = 0;
-    c->token = sala__sample(&r->sampler, logits, position, NULL, 0, scratch, &c->logprob, c->top, &c->top_count);
+    c->token = sala__sample(&r->sampler, logits, position, NULL, 0, scratch, &c->logprob, c->top,
+                            &c->top_count);
     if (c->token < 0 || r->chosen >= r->force_count) return;
     c->token = r->force[r->chosen];
     float largest = logits[sala__sampler_argmax(logits, s->config.dims.vocab)];
-    if (r->logprobs) sala__sampler_report(&r->sampler, logits, largest, c->token, &c->logprob, c->top, &c->top_count);
+    if (r->logprobs)
+        sala__sampler_report(&r->sampler, logits, largest, c->token, &c->logprob, c->top,
+                             &c->top_count);
 }
 
 // The rows of a pass as an event.
-static int sala__rows_event(sala *s, const sala__request *r, const sala__pass *p, int row, int count, sala_error *err) {
+static int sala__rows_event(sala *s, const sala__request *r, const sala__pass *p, int row,
+                            int count, sala_error *err) {
     sala_event *e = sala__add_event(s, r, SALA_EVENT_ROWS, err);
     if (!e) return SALA_E_MEMORY;
     e->sequence = r->sequence;
@@ -7314,8 +7952,9 @@ static int sala__rows_event(sala *s, const sala__request *r, const sala__pass *p
     return 0;
 }
 
-// One chunk of one prompt. It ends with the prompt or at an absolute multiple of 64, whatever the chunk size, so
-// that tiles are cut at the same places (promise 2). Returns the tokens done, or an error.
+// One chunk of one prompt. It ends with the prompt or at an absolute multiple of 64, whatever the
+// chunk size, so that tiles are cut at the same places (promise 2). Returns the tokens done, or an
+// error.
 static int sala__prefill_chunk(sala *s, sala__request *r, int budget, sala_error *err) {
     const sala_dims *m = &s->config.dims;
     sala__sequence *q = &s->sequences[r->slot];
@@ -7353,7 +7992,8 @@ static int sala__prefill_chunk(sala *s, sala__request *r, int budget, sala_error
     if (code == 0 && last) {
         sala__choice c;
         r->state = SALA__DECODE;
-        sala__sample_row(s, r, p.logits + (size_t)(count - 1 - p.logits_first) * (size_t)m->vocab, 0, &c);
+        sala__sample_row(s, r, p.logits + (size_t)(count - 1 - p.logits_first) * (size_t)m->vocab,
+                         0, &c);
         code = sala__take_token(s, r, &c, err);
     }
     return code < 0 ? code : count;
@@ -7368,7 +8008,8 @@ static int sala__prefill(sala *s, sala_error *err) {
             int done = sala__prefill_chunk(s, r, budget, err);
             if (done < 0) return done;
             budget -= sala__round_up(done, SALA_TILE);
-            if (r->want_rows & SALA_ROWS_PROMPT) return 0; // its event points into the logits of this pass
+            if (r->want_rows & SALA_ROWS_PROMPT)
+                return 0; // its event points into the logits of this pass
         }
     }
     return 0;
@@ -7395,8 +8036,10 @@ static int64_t sala__verify_bytes(const sala *s, int rows) {
     for (int i = 0; i < rows; i++) {
         int64_t n = s->position[i] + 1, seen = n < m->dense_len ? n : (int64_t)m->top_k * m->block;
         if (seen > n) seen = n;
-        if (n >= m->dense_len) seen += (sala_tier_rows(m, 1, (int32_t)n) + sala_tier_rows(m, 2, (int32_t)n)) / 2;
-        bytes += seen * 2 * act * m->kv_heads * m->head_dim * s->sparse_layers + sala__state_traffic(s);
+        if (n >= m->dense_len)
+            seen += (sala_tier_rows(m, 1, (int32_t)n) + sala_tier_rows(m, 2, (int32_t)n)) / 2;
+        bytes +=
+            seen * 2 * act * m->kv_heads * m->head_dim * s->sparse_layers + sala__state_traffic(s);
     }
     return bytes;
 }
@@ -7408,8 +8051,10 @@ static void sala__commit(sala *s, const sala__pass *p) {
         s->accepted[i] = 1;
         s->accepted_rows[i * SALA_MAX_PATH] = s->seqs[i].first_row;
     }
-    sala_commit_args a = {&s->config.dims, &p->rows, s->sparse_layers, s->lightning_layers, plan->slots, plan->node_rows,
-                          s->accepted, s->accepted_rows, s->nodes, s->pages, s->node_k, s->node_v, s->pending_k, s->pending_v};
+    sala_commit_args a = {&s->config.dims, &p->rows,        s->sparse_layers, s->lightning_layers,
+                          plan->slots,     plan->node_rows, s->accepted,      s->accepted_rows,
+                          s->nodes,        s->pages,        s->node_k,        s->node_v,
+                          s->pending_k,    s->pending_v};
     sala__op(s, SALA__OP_commit, &a);
     for (int i = 0; i < p->rows.seq_count; i++) {
         sala__sequence *q = &s->sequences[s->seqs[i].slot];
@@ -7449,14 +8094,16 @@ static int sala__verify(sala *s, sala_error *err) {
     sala__forward(s, &p);
     int64_t bytes = sala__verify_bytes(s, n);
     sala__commit(s, &p);
-    sala__choice *choices = (sala__choice *)sala__alloc(&s->env, (size_t)n, sizeof *choices, "choices", err);
+    sala__choice *choices =
+        (sala__choice *)sala__alloc(&s->env, (size_t)n, sizeof *choices, "choices", err);
     if (!choices) return SALA_E_MEMORY;
     sala__sample_job job = {s, active, choices};
     sala__parallel(&s->cpu, n, sala__sample_item, &job);
     int code = 0;
     for (int i = 0; i < n && code == 0; i++) {
         active[i]->decode_bytes += bytes;
-        if (active[i]->want_rows & SALA_ROWS_GENERATED) code = sala__rows_event(s, active[i], &p, i, 1, err);
+        if (active[i]->want_rows & SALA_ROWS_GENERATED)
+            code = sala__rows_event(s, active[i], &p, i, 1, err);
         if (code == 0) code = sala__take_token(s, active[i], &choices[i], err);
     }
     sala__release(&s->env, choices);
@@ -7489,8 +8136,10 @@ static void sala__sweep(sala *s) { // drop the requests that finished
 SALA_API int sala_step(sala *s, sala_error *err) {
     if (err) memset(err, 0, sizeof *err);
     if (s->event_taken < s->event_count)
-        return sala__fail(err, SALA_E_STATE, "%zu events wait: call sala_next_event until it returns 0, then sala_step",
-                          s->event_count - s->event_taken);
+        return sala__fail(
+            err, SALA_E_STATE,
+            "%zu events wait: call sala_next_event until it returns 0, then sala_step",
+            s->event_count - s->event_taken);
     s->event_count = s->event_taken = s->event_top_count = 0;
     s->event_text.size = 0;
     if (!s->requests) return 0;
@@ -7507,25 +8156,30 @@ SALA_API int sala_step(sala *s, sala_error *err) {
 static int sala__need_tokenizer(const sala *s, sala_error *err) {
     if (err) memset(err, 0, sizeof *err);
     if (s->has_tokenizer) return 0;
-    return sala__fail(err, SALA_E_STATE, "this model has no tokenizer.json: it takes and gives token ids only");
+    return sala__fail(err, SALA_E_STATE,
+                      "this model has no tokenizer.json: it takes and gives token ids only");
 }
 
-SALA_API int64_t sala_tokenize(sala *s, const char *text, size_t bytes, int flags, int32_t **tokens, sala_error *err) {
+SALA_API int64_t sala_tokenize(sala *s, const char *text, size_t bytes, int flags, int32_t **tokens,
+                               sala_error *err) {
     *tokens = NULL;
     int code = sala__need_tokenizer(s, err);
     return code < 0 ? code : sala__encode(&s->tokenizer, text, bytes, flags, tokens, err);
 }
 
-SALA_API char *sala_detokenize(sala *s, const int32_t *tokens, int64_t count, int special, size_t *bytes, sala_error *err) {
+SALA_API char *sala_detokenize(sala *s, const int32_t *tokens, int64_t count, int special,
+                               size_t *bytes, sala_error *err) {
     if (sala__need_tokenizer(s, err) < 0) return NULL;
     return sala__decode(&s->tokenizer, tokens, count, special, bytes, err);
 }
 
-SALA_API int64_t sala_chat_turn(sala *s, const char *role, const char *content, size_t bytes, int first, int reply,
-                                int32_t **tokens, sala_error *err) {
+SALA_API int64_t sala_chat_turn(sala *s, const char *role, const char *content, size_t bytes,
+                                int first, int reply, int32_t **tokens, sala_error *err) {
     *tokens = NULL;
     int code = sala__need_tokenizer(s, err);
-    return code < 0 ? code : sala__chat_turn(&s->tokenizer, role, content, bytes, first, reply, tokens, err);
+    return code < 0
+               ? code
+               : sala__chat_turn(&s->tokenizer, role, content, bytes, first, reply, tokens, err);
 }
 
 struct sala_text_stream {
@@ -7536,7 +8190,8 @@ struct sala_text_stream {
 
 SALA_API sala_text_stream *sala_stream_open(sala *s, int special, sala_error *err) {
     if (sala__need_tokenizer(s, err) < 0) return NULL;
-    sala_text_stream *t = (sala_text_stream *)sala__alloc(&s->env, 1, sizeof *t, "a text stream", err);
+    sala_text_stream *t =
+        (sala_text_stream *)sala__alloc(&s->env, 1, sizeof *t, "a text stream", err);
     if (!t) return NULL;
     t->env = s->env;
     sala__stream_init(&s->tokenizer, special, &t->stream);
@@ -7545,7 +8200,8 @@ SALA_API sala_text_stream *sala_stream_open(sala *s, int special, sala_error *er
 
 SALA_API const char *sala_stream_next(sala_text_stream *t, int32_t token, size_t *bytes) {
     t->text.size = 0;
-    int code = token < 0 ? sala__stream_flush(&t->stream, &t->text, NULL) : sala__stream_push(&t->stream, token, &t->text, NULL);
+    int code = token < 0 ? sala__stream_flush(&t->stream, &t->text, NULL)
+                         : sala__stream_push(&t->stream, token, &t->text, NULL);
     if (bytes) *bytes = code < 0 ? 0 : t->text.size;
     return code < 0 ? NULL : t->text.size ? t->text.data : "";
 }
@@ -7566,7 +8222,6 @@ SALA_API int sala_check_weights(sala *s, sala_error *err) {
     return sala__weights_check(&s->env, &s->config, &s->weights,
                                s->options.synthetic ? NULL : &s->checkpoint, err);
 }
-
 #ifndef __clang__
 #pragma GCC pop_options
 #endif

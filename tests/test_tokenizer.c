@@ -318,9 +318,12 @@ static void streams(void) {
                 uint64_t x = check_random();
                 ids[i] =
                     x & 3 ? (int32_t)(3 + (x >> 8) % 256) : (int32_t)((x >> 8) % (uint64_t)t.size);
-                if ((x & 12) == 0)
-                    ids[i] = 3 + "\xF0\x9F\x98\x80\xE4\xBD\xA0\xC3"[(x >> 8) % 8] % 256 + 0;
-                if (ids[i] < 3) ids[i] = 3 + 0xE4;
+                if ((x & 12) != 0 || n - i < 4) continue;
+                for (int b = 0; b < 4; b++)
+                    ids[i + b] = 3 + (unsigned char)"\xF0\x9F\x99\x82"[b]; // a character
+                // ... or nearly one
+                if (x & 16) ids[i + (int64_t)(x >> 8 & 3)] = 3 + (int32_t)((x >> 16) % 256);
+                i += 3;
             }
             int special = round & 1;
             size_t bytes = 0, size = 0;
@@ -598,6 +601,39 @@ static void hostile_files(void) {
     CHECK(live == 0, "%lld allocations left", (long long)live);
 }
 
+// With prepend_scheme "first" no piece of a chat gets a prefix: none stands where the text begins.
+static void chat_without_prefix(void) {
+    char *text = edit(BASE, "\"pre_tokenizer\":null",
+                      "\"pre_tokenizer\":{\"type\":\"Metaspace\",\"replacement\":\"a\",\"prepend_"
+                      "scheme\":\"first\"}");
+    sala__tokenizer t;
+    sala_error err;
+    int32_t *ids;
+    static const int32_t want[] = {4, 2, 0, 2, 5, 0, 4}; // BASE has no line end: it is unknown
+    CHECK(open_text(text, strlen(text), NULL, 16, &t, &err) == 0, "%s", err.text);
+    t.template_name = "chatml";
+    int64_t n = sala__chat_turn(&t, "b", "b", 1, 0, 1, &ids, &err);
+    CHECK(n > 7 && memcmp(ids, want, sizeof want) == 0 && ids[7] == 1, "%lld ids",
+          (long long)n); // "assistant" begins with a
+    sala__release(&env, ids);
+    n = sala__encode(&t, "b", 1, 0, &ids, &err);
+    CHECK(n == 1 && ids[0] == 3, "%lld ids, %d", (long long)n,
+          n > 0 ? (int)ids[0] : -1); // prefix a + b
+    sala__release(&env, ids);
+    // Markers that swallow white space, as the library does with the rendered text.
+    sala__tokenizer_close(&t);
+    free(text);
+    text = edit(BASE, "<|im_end|>\",", "<|im_end|>\",\"lstrip\":true,\"rstrip\":true,");
+    CHECK(open_text(text, strlen(text), NULL, 16, &t, &err) == 0, "%s", err.text);
+    t.template_name = "chatml";
+    static const int32_t swallowed[] = {4, 2, 0, 2, 5};
+    n = sala__chat_turn(&t, "b", "b \n ", 4, 0, 0, &ids, &err);
+    CHECK(n == 5 && memcmp(ids, swallowed, sizeof swallowed) == 0, "%lld ids", (long long)n);
+    sala__release(&env, ids);
+    sala__tokenizer_close(&t);
+    free(text);
+}
+
 static void missing_files(void) {
     sala__tokenizer t;
     sala_error err;
@@ -772,5 +808,5 @@ static void failing_allocations(void) {
 TEST_MAIN(TEST(ids_of_the_library), TEST(odd_configurations), TEST(long_texts),
           TEST(spaces_are_linear), TEST(decoded_texts), TEST(ids_out_of_range), TEST(streams),
           TEST(any_bytes_round_trip), TEST(chat_turns), TEST(content_cannot_forge_markers),
-          TEST(hostile_files), TEST(missing_files), TEST(special_ids), TEST(templates),
-          TEST(failing_allocations))
+          TEST(hostile_files), TEST(chat_without_prefix), TEST(missing_files), TEST(special_ids),
+          TEST(templates), TEST(failing_allocations))

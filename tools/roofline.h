@@ -1,12 +1,13 @@
-/*  roofline.h - what this machine can do at most: read bandwidth, multiply-add rate, and the rate of OpenBLAS.
+/*  roofline.h - what this machine can do at most: read bandwidth, multiply-add rate, OpenBLAS.
 
-    The yardsticks for `sala bench`: decode is compared with the read bandwidth, prefill with OpenBLAS. All
-    functions start their own threads, need nothing of sala.h, and return the best of several passes, because
-    on a shared machine a pass can only be slowed down. Rates are per second; 0 means "could not be measured".
+    The yardsticks for `sala bench`: decode is compared with the read bandwidth, prefill with
+    OpenBLAS. All functions start their own threads, need nothing of sala.h, and return the best of
+    several passes, because on a shared machine a pass can only be slowed down. Rates are per
+    second; 0 means "could not be measured".
 
-    OpenBLAS is opened at run time if it is there. It chooses its kernels by the CPU, unless the environment
-    variable OPENBLAS_CORETYPE says otherwise: unset it for an honest comparison, and print
-    roofline_blas.core, the name of the kernels in use. */
+    OpenBLAS is opened at run time if it is there. It chooses its kernels by the CPU, unless the
+    environment variable OPENBLAS_CORETYPE says otherwise: unset it for an honest comparison, and
+    print roofline_blas.core, the name of the kernels in use. */
 #ifndef ROOFLINE_H
 #define ROOFLINE_H
 
@@ -20,9 +21,12 @@
 
 #define ROOFLINE_THREADS 256
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpsabi"
+#if defined(__AVX512F__) // bytes of a vector: the machine's width
+#define ROOFLINE_VECTOR 64
+#elif defined(__AVX__)
+#define ROOFLINE_VECTOR 32
+#else
+#define ROOFLINE_VECTOR 16
 #endif
 
 typedef struct roofline_team roofline_team;
@@ -44,7 +48,8 @@ static double roofline_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-// Wait until *value is `wanted`: awake, because a thread that gave its processor away may come back late.
+// Wait until *value is `wanted`: awake, because a thread that gave its processor away may come back
+// late.
 static void roofline_await(const int *value, int wanted) {
     for (long spins = 0; __atomic_load_n(value, __ATOMIC_ACQUIRE) != wanted; spins++)
         if (spins > 1000000) sched_yield();
@@ -59,8 +64,10 @@ static void *roofline_run(void *argument) {
     return NULL;
 }
 
-// Seconds that `threads` threads take for one pass each, from a common start; negative when none could start.
-static double roofline_time(int threads, void (*pass)(void *context, int thread, int threads), void *context) {
+// Seconds that `threads` threads take for one pass each, from a common start; negative when none
+// could start.
+static double roofline_time(int threads, void (*pass)(void *context, int thread, int threads),
+                            void *context) {
     roofline_team team;
     pthread_t handles[ROOFLINE_THREADS];
     memset(&team, 0, sizeof team);
@@ -86,8 +93,9 @@ static double roofline_time(int threads, void (*pass)(void *context, int thread,
 
 // ---- read bandwidth ----
 
-typedef uint64_t roofline_u8 __attribute__((vector_size(64)));
-typedef uint64_t roofline_u8_memory __attribute__((vector_size(64), aligned(8), may_alias));
+typedef uint64_t roofline_word __attribute__((vector_size(ROOFLINE_VECTOR)));
+typedef uint64_t roofline_word_memory
+    __attribute__((vector_size(ROOFLINE_VECTOR), aligned(8), may_alias));
 
 typedef struct roofline_read_pass {
     const unsigned char *data; // [bytes]
@@ -99,16 +107,19 @@ static void roofline_read_slice(void *context, int thread, int threads) {
     roofline_read_pass *p = (roofline_read_pass *)context;
     size_t slice = p->bytes / (size_t)threads / 512 * 512;
     const unsigned char *from = p->data + slice * (size_t)thread;
-    roofline_u8 sum[8];
-    memset(sum, 0, sizeof sum);
-    for (size_t at = 0; at < slice; at += 512)
-        for (int i = 0; i < 8; i++) sum[i] += *(const roofline_u8_memory *)(from + at + 64 * i);
-    for (int i = 1; i < 8; i++) sum[0] += sum[i];
-    p->sums[thread] = sum[0][0] ^ sum[0][1] ^ sum[0][2] ^ sum[0][3] ^ sum[0][4] ^ sum[0][5] ^ sum[0][6] ^ sum[0][7];
+    roofline_word s0, s1, s2, s3;
+    memset(&s0, 0, sizeof s0);
+    s1 = s2 = s3 = s0;
+    for (size_t at = 0; at < slice; at += 4 * ROOFLINE_VECTOR) {
+        const roofline_word_memory *v = (const roofline_word_memory *)(from + at);
+        s0 += v[0], s1 += v[1], s2 += v[2], s3 += v[3];
+    }
+    s0 += s1 + s2 + s3;
+    p->sums[thread] = s0[0] + s0[1];
 }
 
-// Bytes a second. `data` should be far larger than the caches, and written to before (untouched pages are one
-// and the same page of zeros).
+// Bytes a second. `data` should be far larger than the caches, and written to before (untouched
+// pages are one and the same page of zeros).
 static double roofline_read(const void *data, size_t bytes, int threads, int passes) {
     roofline_read_pass *p = (roofline_read_pass *)calloc(1, sizeof *p);
     if (!p || threads < 1) return free(p), 0.0;
@@ -126,17 +137,26 @@ static double roofline_read(const void *data, size_t bytes, int threads, int pas
 
 // ---- multiply-add rate ----
 
-typedef float roofline_v16 __attribute__((vector_size(64)));
+typedef float roofline_floats __attribute__((vector_size(ROOFLINE_VECTOR)));
 
 #define ROOFLINE_FMA_STEPS 2000000
 
-static void roofline_fma_loop(void *context, int thread, int threads) {
-    roofline_v16 a, b, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11; // by name: surely in registers
+// The sums are variables, not an array, so that they surely are in registers, and unequal, or the
+// compiler would merge them. It may fuse * and +, whatever the rest of the program asks for.
+#ifndef __clang__
+__attribute__((optimize("fp-contract=fast")))
+#endif
+static void
+roofline_fma_loop(void *context, int thread, int threads) {
+#ifdef __clang__
+#pragma STDC FP_CONTRACT ON
+#endif
+    roofline_floats a, b, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11;
     (void)threads;
-    for (int i = 0; i < 16; i++) a[i] = 0.999f, b[i] = 0.001f * (float)thread;
-    s0 = a, s1 = s0 + a, s2 = s1 + a, s3 = s2 + a, s4 = s3 + a, s5 = s4 + a; // unequal, or they would be merged
+    for (int i = 0; i < ROOFLINE_VECTOR / 4; i++) a[i] = 0.999f, b[i] = 0.001f * (float)thread;
+    s0 = a, s1 = s0 + a, s2 = s1 + a, s3 = s2 + a, s4 = s3 + a, s5 = s4 + a;
     s6 = s5 + a, s7 = s6 + a, s8 = s7 + a, s9 = s8 + a, s10 = s9 + a, s11 = s10 + a;
-    for (int step = 0; step < ROOFLINE_FMA_STEPS; step++) { // one fma each, where the machine has it
+    for (int step = 0; step < ROOFLINE_FMA_STEPS; step++) {
         s0 = s0 * a + b, s1 = s1 * a + b, s2 = s2 * a + b, s3 = s3 * a + b;
         s4 = s4 * a + b, s5 = s5 * a + b, s6 = s6 * a + b, s7 = s7 * a + b;
         s8 = s8 * a + b, s9 = s9 * a + b, s10 = s10 * a + b, s11 = s11 * a + b;
@@ -151,7 +171,7 @@ static double roofline_fma(int threads, int passes) {
     double best = 0;
     for (int i = 0; i < passes; i++) {
         double seconds = roofline_time(threads, roofline_fma_loop, out);
-        double rate = 2.0 * 16 * 12 * ROOFLINE_FMA_STEPS * threads / seconds;
+        double rate = 2.0 * (ROOFLINE_VECTOR / 4) * 12 * ROOFLINE_FMA_STEPS * threads / seconds;
         if (seconds > 0 && rate > best) best = rate;
     }
     return best;
@@ -163,8 +183,8 @@ typedef struct roofline_blas {
     void *library; // NULL: not there
     const char *core;
     void (*set_threads)(int threads);
-    void (*sgemm)(int order, int transpose_a, int transpose_b, int m, int n, int k, float alpha, const float *a, int lda,
-                  const float *b, int ldb, float beta, float *c, int ldc);
+    void (*sgemm)(int order, int transpose_a, int transpose_b, int m, int n, int k, float alpha,
+                  const float *a, int lda, const float *b, int ldb, float beta, float *c, int ldc);
 } roofline_blas;
 
 static int roofline_blas_open(roofline_blas *blas) { // 1 when it is there
@@ -174,9 +194,12 @@ static int roofline_blas_open(roofline_blas *blas) { // 1 when it is there
     blas->library = dlopen("libopenblas.so.0", RTLD_NOW | RTLD_LOCAL);
     if (!blas->library) return 0;
     // POSIX says that a data pointer holds a function's address; ISO C has no cast for it.
-    if ((symbol = dlsym(blas->library, "openblas_get_corename"))) memcpy(&core, &symbol, sizeof symbol);
-    if ((symbol = dlsym(blas->library, "openblas_set_num_threads"))) memcpy(&blas->set_threads, &symbol, sizeof symbol);
-    if ((symbol = dlsym(blas->library, "cblas_sgemm"))) memcpy(&blas->sgemm, &symbol, sizeof symbol);
+    if ((symbol = dlsym(blas->library, "openblas_get_corename")))
+        memcpy(&core, &symbol, sizeof symbol);
+    if ((symbol = dlsym(blas->library, "openblas_set_num_threads")))
+        memcpy(&blas->set_threads, &symbol, sizeof symbol);
+    if ((symbol = dlsym(blas->library, "cblas_sgemm")))
+        memcpy(&blas->sgemm, &symbol, sizeof symbol);
     blas->core = core ? core() : "unknown";
     if (blas->sgemm && blas->set_threads) return 1;
     dlclose(blas->library);
@@ -189,9 +212,10 @@ static void roofline_blas_close(roofline_blas *blas) {
     blas->library = NULL;
 }
 
-// y[rows, n] = x[rows, k] * w[n, k]^T in FP32, the product that a linear layer is. Seconds of one call.
-static double roofline_sgemm_once(roofline_blas *blas, int rows, int n, int k, int threads, const float *x, const float *w,
-                                  float *y) {
+// y[rows, n] = x[rows, k] * w[n, k]^T in FP32, the product that a linear layer is. Seconds of one
+// call.
+static double roofline_sgemm_once(roofline_blas *blas, int rows, int n, int k, int threads,
+                                  const float *x, const float *w, float *y) {
     const int row_major = 101, plain = 111, transposed = 112;
     blas->set_threads(threads);
     double start = roofline_now();
@@ -205,7 +229,8 @@ static double roofline_sgemm(roofline_blas *blas, int rows, int n, int k, int th
     float *x = (float *)malloc((xs + ws + ys) * sizeof(float));
     double best = 0;
     if (!x || !blas->library) return free(x), 0.0;
-    for (size_t i = 0; i < xs + ws + ys; i++) x[i] = (float)(i * 2654435761u % 2048) / 1024.0f - 1.0f;
+    for (size_t i = 0; i < xs + ws + ys; i++)
+        x[i] = (float)(i * 2654435761u % 2048) / 1024.0f - 1.0f;
     for (int i = 0; i < passes; i++) {
         double seconds = roofline_sgemm_once(blas, rows, n, k, threads, x, x + xs, x + xs + ws);
         double rate = 2.0 * rows * n * (double)k / seconds;
@@ -215,7 +240,4 @@ static double roofline_sgemm(roofline_blas *blas, int rows, int n, int k, int th
     return best;
 }
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
 #endif
