@@ -6,9 +6,9 @@ CC       ?= cc
 CXX      ?= c++
 ARCH     ?= native
 OPT      ?= -O3
-WARN      = -Wall -Wextra -Wpedantic -Wshadow -Werror
+WARN      = -Wall -Wextra -Wpedantic -Wshadow -Werror -Wno-psabi
 # -std=gnu11: C11 with POSIX names. -march: SIMD and fused multiply-add (10x). -ffp-contract=off: the
-# bit-exact promises want every fma to be written as one. -MMD: rebuild when a header changes.
+# bit-exact promises want every fma to be written as one. -Wno-psabi: a note of GCC on wide vectors. -MMD: rebuild when a header changes.
 CFLAGS    = -std=gnu11 $(OPT) -march=$(ARCH) -ffp-contract=off $(WARN) -g -MMD $(EXTRA)
 LDLIBS    = -lm -lpthread
 # EXTRA adds flags to everything: make test EXTRA="-fsanitize=address,undefined" OPT=-O1

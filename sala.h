@@ -240,8 +240,9 @@ SALA_API int64_t sala_submit(sala *engine, const sala_request *request, sala_err
 
 // One turn of the loop: admit requests, prefill at most one budget of prompt tokens (the chunk; 512
 // while anything generates), then one verify of all sequences that generate. Returns 1 while there
-// is work or there are events, 0 when idle, negative on error. Take all events before the next
-// call: with events waiting it is an error (SALA_E_STATE) that changes nothing.
+// is work or there are events, 0 when idle, negative on error (only sala_close is left then). Take
+// all events before the next call: with events waiting it is an error (SALA_E_STATE) that changes
+// nothing.
 SALA_API int sala_step(sala *engine, sala_error *error);
 
 SALA_API int sala_cancel(sala *engine, int64_t request,
@@ -422,6 +423,10 @@ static int sala__fail(sala_error *err, int code, const char *format, ...) {
             if ((unsigned char)*c < 0x20 || *c == 0x7F) *c = '?';
     }
     return code;
+}
+
+static void sala__clear(sala_error *err) { // public functions begin with it
+    if (err) memset(err, 0, sizeof *err);
 }
 
 typedef sala_hooks sala__env;
@@ -951,6 +956,97 @@ static int sala__json_is(const sala__json *j, int node,
    better.
    ------------------------------------------------------------------------------------------------ */
 
+// ---- members of JSON objects ----
+
+// Reads the members of one object. The first error is kept in `code`, and what fails later changes
+// nothing: so a list of reads needs one check at its end.
+typedef struct sala__fields {
+    const sala__json *json;
+    int object;
+    const char *where;  // "FILE" or "FILE: tensor NAME", for messages
+    const char *prefix; // "" or "sparse_config."
+    sala_error *err;
+    int error; // the code that errors have here
+    int code;
+} sala__fields;
+
+// "WHERE: what is wrong", unless an error came before.
+static int sala__fields_fail(sala__fields *f, const char *format, ...) SALA__PRINTF(2, 3);
+static int sala__fields_fail(sala__fields *f, const char *format, ...) {
+    char what[700];
+    va_list args;
+    if (f->code < 0) return f->code;
+    va_start(args, format);
+    vsnprintf(what, sizeof what, format, args);
+    va_end(args);
+    return f->code = sala__fail(f->err, f->error, "%s: %s", f->where, what);
+}
+
+static int sala__field(const sala__fields *f, const char *name) { // its node, -1: missing
+    return sala__json_get(f->json, f->object, name);
+}
+
+// No control characters: names go into messages and onto terminals, and a zero byte would cut them.
+static int sala__plain_name(const char *text, size_t size) {
+    for (size_t i = 0; i < size; i++)
+        if ((unsigned char)text[i] < 0x20 || text[i] == 0x7F) return 0;
+    return size > 0;
+}
+
+// A value as messages show it.
+static const char *sala__json_show(const sala__json *j, int node, char out[64]) {
+    static const char *const kinds[] = {"null", "false", "", "a string", "a list", "an object"};
+    const sala__json_node *n = sala__json_at(j, node);
+    if (n->type == SALA__NUMBER)
+        snprintf(out, 64, n->is_integer ? "%.0f" : "%.9g", n->number);
+    else if (n->type == SALA__STRING && sala__plain_name(sala__json_text(j, node), n->text_size))
+        snprintf(out, 64, "\"%.60s\"", sala__json_text(j, node));
+    else
+        snprintf(out, 64, "%s", node < 0 ? "missing" : n->number != 0 ? "true" : kinds[n->type]);
+    return out;
+}
+
+static void sala__field_refuse(sala__fields *f, const char *name, const char *expected) {
+    char value[64];
+    sala__json_show(f->json, sala__field(f, name), value);
+    sala__fields_fail(f, "%s%s is %s; expected %s", f->prefix, name, value, expected);
+}
+
+static int sala__field_null(const sala__fields *f, const char *name) { // missing, or null
+    return sala__json_at(f->json, sala__field(f, name))->type == SALA__NULL;
+}
+
+static double sala__field_number(sala__fields *f, const char *name, int whole, double fallback,
+                                 double low, double high) {
+    char expected[96];
+    int node = sala__field(f, name);
+    const sala__json_node *n = sala__json_at(f->json, node);
+    if (node < 0) return fallback;
+    if (n->type == SALA__NUMBER && n->is_integer >= whole && n->number >= low && n->number <= high)
+        return n->number;
+    snprintf(expected, sizeof expected, "a %snumber from %.10g to %.10g", whole ? "whole " : "",
+             low, high);
+    sala__field_refuse(f, name, expected);
+    return fallback;
+}
+
+static int32_t sala__field_int(sala__fields *f, const char *name, int32_t fallback, int32_t low,
+                               int32_t high) {
+    return (int32_t)sala__field_number(f, name, 1, fallback, low, high);
+}
+
+static int32_t sala__field_int_or_null(sala__fields *f, const char *name, int32_t fallback,
+                                       int32_t low, int32_t high) {
+    return sala__field_null(f, name) ? fallback : sala__field_int(f, name, fallback, low, high);
+}
+
+static int32_t sala__field_bool(sala__fields *f, const char *name, int32_t fallback) {
+    int node = sala__field(f, name);
+    const sala__json_node *n = sala__json_at(f->json, node);
+    if (node >= 0 && n->type != SALA__BOOL) sala__field_refuse(f, name, "true or false");
+    return node < 0 ? fallback : n->number != 0;
+}
+
 // ---- safetensors ----
 
 #define SALA__HEADER_LIMIT 100000000 // bytes; the limit of the official library
@@ -983,13 +1079,12 @@ typedef struct sala__checkpoint {
     size_t tensor_count, tensor_capacity;
 } sala__checkpoint;
 
-typedef struct sala__dtype {
-    const char *name;
-    int32_t bits, format;
-} sala__dtype;
-
-static const sala__dtype *sala__dtype_find(const char *name) { // NULL: unknown
-    static const sala__dtype table[] = {
+// Take a dtype by its name. Returns the bits of an element, 0: unknown.
+static int32_t sala__dtype_read(const char *name, sala__tensor *t) {
+    static const struct {
+        const char *name;
+        int32_t bits, format;
+    } known[] = {
         {"BF16", 16, SALA_BF16}, {"F16", 16, SALA_F16},  {"F32", 32, SALA_F32},  {"F64", 64, -1},
         {"I64", 64, -1},         {"I32", 32, -1},        {"I16", 16, -1},        {"I8", 8, -1},
         {"U64", 64, -1},         {"U32", 32, -1},        {"U16", 16, -1},        {"U8", 8, -1},
@@ -997,79 +1092,58 @@ static const sala__dtype *sala__dtype_find(const char *name) { // NULL: unknown
         {"F8_E8M0", 8, -1},      {"F8_E4M3FNUZ", 8, -1}, {"F8_E5M2FNUZ", 8, -1}, {"F6_E2M3", 6, -1},
         {"F6_E3M2", 6, -1},      {"F4", 4, -1},
     };
-    for (size_t i = 0; i < sizeof table / sizeof table[0]; i++)
-        if (strcmp(name, table[i].name) == 0) return &table[i];
-    return NULL;
+    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
+        if (strcmp(name, known[i].name) != 0) continue;
+        t->dtype = known[i].name;
+        t->format = known[i].format;
+        return known[i].bits;
+    }
+    return 0;
 }
 
-// No control characters: names go into messages and onto terminals. (A zero byte would also cut
-// them.)
-static int sala__plain_name(const char *text, size_t size) {
-    for (size_t i = 0; i < size; i++)
-        if ((unsigned char)text[i] < 0x20 || text[i] == 0x7F) return 0;
-    return size > 0;
-}
-
-// "FILE: tensor NAME" and what is wrong with it.
-static int sala__tensor_fail(sala_error *err, const sala__tensor *t, int code, const char *format,
-                             ...) SALA__PRINTF(4, 5);
-static int sala__tensor_fail(sala_error *err, const sala__tensor *t, int code, const char *format,
-                             ...) {
-    char what[512];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(what, sizeof what, format, args);
-    va_end(args);
-    return sala__fail(err, code, "%s: tensor %.200s%s", t->file, t->name, what);
+// The elements of a list, up to the first that is not a whole number from 0 on. Returns how many.
+static int sala__json_sizes(const sala__json *j, int list, int64_t *out) { // out: [list's count]
+    int count = 0;
+    for (int n = j->nodes[list].child; n >= 0; n = j->nodes[n].next) {
+        if (!j->nodes[n].is_integer || j->nodes[n].integer < 0) break;
+        out[count++] = j->nodes[n].integer;
+    }
+    return count;
 }
 
 // "dtype", "shape" and "data_offsets" of one tensor. `data` is where offsets count from.
-static int sala__tensor_read(const sala__json *j, int node, const unsigned char *data,
-                             int64_t data_size, sala__tensor *t, sala_error *err) {
-    int shape = sala__json_get(j, node, "shape"), offsets = sala__json_get(j, node, "data_offsets");
-    const char *dtype = sala__json_text(j, sala__json_get(j, node, "dtype"));
-    const sala__dtype *known = dtype ? sala__dtype_find(dtype) : NULL;
+static int sala__tensor_read(sala__fields *f, const unsigned char *data, int64_t data_size,
+                             sala__tensor *t) {
+    const sala__json *j = f->json;
+    int shape = sala__field(f, "shape"), offsets = sala__field(f, "data_offsets");
+    const char *dtype = sala__json_text(j, sala__field(f, "dtype"));
     if (!dtype || sala__json_at(j, shape)->type != SALA__ARRAY ||
         sala__json_at(j, offsets)->type != SALA__ARRAY)
-        return sala__tensor_fail(err, t, SALA_E_FILE, " needs a dtype, a shape and data_offsets");
-    if (!known)
-        return sala__tensor_fail(err, t, SALA_E_FILE, " has the unknown dtype \"%.40s\"", dtype);
-    t->dtype = known->name;
-    t->format = known->format;
-    int64_t bits = known->bits, at[2] = {-1, -1};
-    for (int n = j->nodes[shape].child; n >= 0; n = j->nodes[n].next) {
-        int64_t size = j->nodes[n].is_integer ? j->nodes[n].integer : -1;
-        if (size < 0)
-            return sala__tensor_fail(
-                err, t, SALA_E_FILE,
-                ": element %d of its shape is not a whole number from 0 to 2^63 - 1", t->rank);
-        if (t->rank == SALA__MAX_RANK)
-            return sala__tensor_fail(err, t, SALA_E_FILE, " has %d dimensions, more than %d",
-                                     j->nodes[shape].count, SALA__MAX_RANK);
-        t->shape[t->rank++] = size;
-        if (__builtin_mul_overflow(bits, size, &bits))
-            return sala__tensor_fail(err, t, SALA_E_FILE,
-                                     ": the product of its shape overflows 64 bits");
-    }
-    int n = j->nodes[offsets].child;
-    for (int i = 0; i < 2 && n >= 0; i++, n = j->nodes[n].next)
-        if (j->nodes[n].is_integer) at[i] = j->nodes[n].integer;
-    if (j->nodes[offsets].count != 2 || at[0] < 0 || at[1] < 0)
-        return sala__tensor_fail(err, t, SALA_E_FILE,
-                                 ": data_offsets must be two whole numbers from 0 to 2^63 - 1");
-    if (at[0] > at[1] || at[1] > data_size)
-        return sala__tensor_fail(
-            err, t, SALA_E_FILE,
-            ": data_offsets [%lld, %lld] are not inside the %lld bytes of data", (long long)at[0],
-            (long long)at[1], (long long)data_size);
-    if (bits % 8 != 0 || bits / 8 != at[1] - at[0])
-        return sala__tensor_fail(
-            err, t, SALA_E_FILE,
-            ": data_offsets [%lld, %lld] hold %lld bytes, but dtype %s and shape need %lld",
-            (long long)at[0], (long long)at[1], (long long)(at[1] - at[0]), t->dtype,
-            (long long)(bits / 8));
-    t->data = data + at[0];
-    t->bytes = at[1] - at[0];
+        return sala__fields_fail(f, "needs a dtype, a shape and data_offsets");
+    int64_t bits = sala__dtype_read(dtype, t), at[2] = {0, 0};
+    if (!bits) return sala__fields_fail(f, "unknown dtype \"%.40s\"", dtype);
+    t->rank = j->nodes[shape].count;
+    if (t->rank > SALA__MAX_RANK)
+        return sala__fields_fail(f, "%d dimensions, more than %d", t->rank, SALA__MAX_RANK);
+    int good = sala__json_sizes(j, shape, t->shape);
+    if (good < t->rank)
+        return sala__fields_fail(f, "element %d of its shape is not a whole number", good);
+    for (int i = 0; i < t->rank; i++)
+        if (__builtin_mul_overflow(bits, t->shape[i], &bits))
+            return sala__fields_fail(f, "the product of its shape overflows 64 bits");
+    if (j->nodes[offsets].count != 2 || sala__json_sizes(j, offsets, at) != 2)
+        return sala__fields_fail(f, "data_offsets must be two whole numbers");
+    long long begin = at[0], end = at[1];
+    if (begin > end || end > data_size)
+        return sala__fields_fail(f,
+                                 "data_offsets [%lld, %lld] are not inside the %lld bytes of data",
+                                 begin, end, (long long)data_size);
+    if (bits % 8 != 0 || bits / 8 != end - begin)
+        return sala__fields_fail(
+            f, "data_offsets [%lld, %lld] hold %lld bytes, but dtype %s and shape need %lld", begin,
+            end, end - begin, dtype, (long long)(bits / 8));
+    t->data = data + begin;
+    t->bytes = end - begin;
     return 0;
 }
 
@@ -1085,58 +1159,52 @@ static int sala__tensor_by_name(const void *a, const void *b) {
 
 // The tensors of one file must cover its data exactly: no overlap, no hole, nothing behind the
 // last. Hidden bytes are how one file can be two things; the official library refuses them too.
-static int sala__tensors_cover(const char *file, sala__tensor *t, size_t count,
-                               const unsigned char *data, int64_t data_size, sala_error *err) {
-    int64_t end = 0;
-    if (count) qsort(t, count, sizeof *t, sala__tensor_by_place);
+static int sala__tensors_cover(sala__fields *f, const unsigned char *data, int64_t data_size,
+                               sala__tensor *t, size_t count) {
+    long long end = 0; // of the tensors so far
+    qsort(t, count, sizeof *t, sala__tensor_by_place);
     for (size_t i = 0; i < count; i++) {
-        int64_t begin = (const unsigned char *)t[i].data - data;
+        long long begin = (const unsigned char *)t[i].data - data;
         if (begin < end)
-            return sala__fail(err, SALA_E_FILE,
-                              "%s: tensor %.200s at bytes [%lld, %lld) overlaps tensor %.200s, "
-                              "which ends at %lld",
-                              file, t[i].name, (long long)begin, (long long)(begin + t[i].bytes),
-                              t[i - 1].name, (long long)end);
+            return sala__fields_fail(
+                f, "tensor %.200s at bytes [%lld, %lld) overlaps tensor %.200s, which ends at %lld",
+                t[i].name, begin, begin + t[i].bytes, t[i - 1].name, end);
         if (begin > end)
-            return sala__fail(err, SALA_E_FILE,
-                              "%s: the bytes [%lld, %lld) before tensor %.200s belong to no tensor",
-                              file, (long long)end, (long long)begin, t[i].name);
+            return sala__fields_fail(
+                f, "the bytes [%lld, %lld) before tensor %.200s belong to no tensor", end, begin,
+                t[i].name);
         end = begin + t[i].bytes;
     }
-    if (end != data_size)
-        return sala__fail(err, SALA_E_FILE,
-                          "%s: the bytes [%lld, %lld) at the end belong to no tensor", file,
-                          (long long)end, (long long)data_size);
-    return 0;
+    if (end == data_size) return 0;
+    return sala__fields_fail(f, "the bytes [%lld, %lld) at the end belong to no tensor", end,
+                             (long long)data_size);
 }
 
 // The members of a parsed header, appended to c->tensors.
-static int sala__header_read(sala__checkpoint *c, const char *file, const sala__json *j,
-                             const unsigned char *data, int64_t data_size, sala_error *err) {
-    size_t first = c->tensor_count;
-    if (j->nodes[0].type != SALA__OBJECT)
-        return sala__fail(err, SALA_E_FILE, "%s: the header is not an object", file);
-    for (int n = j->nodes[0].child; n >= 0; n = j->nodes[n].next) {
+static int sala__header_read(sala__checkpoint *c, sala__fields *f, const unsigned char *data,
+                             int64_t data_size) {
+    const sala__json *j = f->json;
+    size_t first = c->tensor_count, room = first + (size_t)j->nodes[0].count + 1;
+    int code = sala__grow(&c->env, (void **)&c->tensors, &c->tensor_capacity, room,
+                          sizeof *c->tensors, "the list of tensors", f->err);
+    for (int n = j->nodes[0].child; n >= 0 && code == 0; n = j->nodes[n].next) {
+        char where[1024];
         const char *name = sala__json_key(j, n);
         if (!sala__plain_name(name, j->nodes[n].key_size))
-            return sala__fail(
-                err, SALA_E_FILE,
-                "%s: tensor number %zu has an empty name or a control character in it", file,
+            return sala__fields_fail(
+                f, "tensor number %zu has an empty name or a control character in it",
                 c->tensor_count - first);
         if (strcmp(name, "__metadata__") == 0) continue; // free text of whoever wrote the file
-        int code = sala__grow(&c->env, (void **)&c->tensors, &c->tensor_capacity,
-                              c->tensor_count + 1, sizeof *c->tensors, "the list of tensors", err);
-        if (code < 0) return code;
-        sala__tensor *t = &c->tensors[c->tensor_count];
+        sala__tensor *t = &c->tensors[c->tensor_count++];
         memset(t, 0, sizeof *t);
         t->name = name;
-        t->file = file;
-        if ((code = sala__tensor_read(j, n, data, data_size, t, err)) < 0) return code;
-        c->tensor_count++;
+        t->file = f->where;
+        snprintf(where, sizeof where, "%s: tensor %.200s", f->where, name);
+        sala__fields members = {j, n, where, "", f->err, f->error, 0};
+        code = sala__tensor_read(&members, data, data_size, t);
     }
-    size_t count = c->tensor_count - first;
-    sala__tensor *added = count ? c->tensors + first : NULL; // there may be no array at all
-    return sala__tensors_cover(file, added, count, data, data_size, err);
+    if (code < 0) return code;
+    return sala__tensors_cover(f, data, data_size, c->tensors + first, c->tensor_count - first);
 }
 
 // Append the tensors of a safetensors file in memory to c->tensors. Their names point into
@@ -1147,26 +1215,23 @@ static int sala__safetensors_parse(sala__checkpoint *c, const char *file,
     uint64_t header = 0;
     char where[1024];
     sala__json j;
+    sala__fields f = {&j, 0, file, "", err, SALA_E_FILE, 0};
     *strings = NULL;
     if (size < 8)
-        return sala__fail(err, SALA_E_FILE, "%s: %lld bytes are too few for a safetensors file",
-                          file, (long long)size);
+        return sala__fields_fail(&f, "%d bytes are too few for a safetensors file", (int)size);
     memcpy(&header, bytes, 8);
     if (header > SALA__HEADER_LIMIT)
-        return sala__fail(err, SALA_E_FILE,
-                          "%s: not a safetensors file: a header of %llu bytes (at most %d)", file,
-                          (unsigned long long)header, SALA__HEADER_LIMIT);
+        return sala__fields_fail(&f, "not a safetensors file: a header of %llu bytes (at most %d)",
+                                 (unsigned long long)header, SALA__HEADER_LIMIT);
     if ((int64_t)header > size - 8)
-        return sala__fail(
-            err, SALA_E_FILE,
-            "%s: truncated: the header of %llu bytes does not fit into the file's %lld", file,
-            (unsigned long long)header, (long long)size);
-    if (header == 0 || bytes[8] != '{')
-        return sala__fail(err, SALA_E_FILE, "%s: the header does not begin with '{'", file);
+        return sala__fields_fail(&f, "truncated: a header of %d bytes in a file of %lld bytes",
+                                 (int)header, (long long)size);
+    if (header == 0 || bytes[8] != '{') // so that valid JSON can only be an object
+        return sala__fields_fail(&f, "the header does not begin with '{'");
     snprintf(where, sizeof where, "%s, header", file);
     int code = sala__json_parse(&c->env, where, bytes + 8, (size_t)header, &j, err);
     if (code < 0) return code;
-    code = sala__header_read(c, file, &j, bytes + 8 + header, size - 8 - (int64_t)header, err);
+    code = sala__header_read(c, &f, bytes + 8 + header, size - 8 - (int64_t)header);
     *strings = j.strings.data; // keep the names, drop the rest
     j.strings.data = NULL;
     sala__json_free(&j);
@@ -1192,83 +1257,62 @@ static int sala__tensors_sort(sala__checkpoint *c, sala_error *err) {
         qsort(c->tensors, c->tensor_count, sizeof *c->tensors, sala__tensor_by_name);
     for (size_t i = 1; i < c->tensor_count; i++) {
         const sala__tensor *a = &c->tensors[i - 1], *b = &c->tensors[i];
-        if (strcmp(a->name, b->name) != 0) continue;
-        return sala__tensor_fail(err, a, SALA_E_FILE, " exists twice%s%s",
-                                 a->file == b->file ? "" : ", again in ",
-                                 a->file == b->file ? "" : b->file);
+        if (strcmp(a->name, b->name) == 0)
+            return sala__fail(err, SALA_E_FILE, "%s: tensor %.200s exists twice: again in %s",
+                              a->file, a->name, b->file);
     }
     return 0;
 }
 
 static sala__tensor *sala__checkpoint_find(sala__checkpoint *c, const char *name) {
-    size_t low = 0, high = c->tensor_count;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        int order = strcmp(name, c->tensors[middle].name);
-        if (order == 0) return &c->tensors[middle];
-        if (order < 0)
-            high = middle;
-        else
-            low = middle + 1;
-    }
-    return NULL;
+    sala__tensor key;
+    key.name = name;
+    if (c->tensor_count == 0) return NULL;
+    return (sala__tensor *)bsearch(&key, c->tensors, c->tensor_count, sizeof key,
+                                   sala__tensor_by_name);
 }
 
-static int sala__string_order(const void *a, const void *b) {
-    return strcmp(*(const char *const *)a, *(const char *const *)b);
+static const char *sala__file_name(const char *path) { // of a shard: its folder ends with '/'
+    return strrchr(path, '/') + 1;
 }
 
 // Open each shard that the index names, once. Shards lie beside the index: a name with '/' or ".."
 // could point anywhere and is refused.
-static int sala__index_shards(sala__checkpoint *c, const char *path, const sala__json *j, int map,
-                              sala_error *err) {
-    size_t count = 0;
-    const char **names = (const char **)sala__alloc(&c->env, (size_t)j->nodes[map].count,
-                                                    sizeof *names, "shard names", err);
-    if (!names) return SALA_E_MEMORY;
-    int code = 0;
-    for (int n = j->nodes[map].child; n >= 0 && code == 0; n = j->nodes[n].next) {
+static int sala__index_shards(sala__checkpoint *c, sala__fields *f) {
+    const sala__json *j = f->json;
+    for (int n = j->nodes[f->object].child; n >= 0; n = j->nodes[n].next) {
         const char *tensor = sala__json_key(j, n), *name = sala__json_text(j, n);
         if (!sala__plain_name(tensor, j->nodes[n].key_size))
-            code = sala__fail(
-                err, SALA_E_FILE,
-                "%s: weight_map has a name that is empty or holds a control character", path);
-        else if (!name || !sala__plain_name(name, j->nodes[n].text_size))
-            code = sala__fail(err, SALA_E_FILE, "%s: weight_map names no file for tensor %.200s",
-                              path, tensor);
-        else if (strchr(name, '/') || strstr(name, ".."))
-            code = sala__fail(err, SALA_E_FILE,
-                              "%s: weight_map names the file \"%.200s\" outside the model's folder",
-                              path, name);
-        else
-            names[count++] = name;
+            return sala__fields_fail(
+                f, "weight_map has a name that is empty or has a control character");
+        if (!name || !sala__plain_name(name, j->nodes[n].text_size))
+            return sala__fields_fail(f, "weight_map names no file for tensor %.200s", tensor);
+        if (strchr(name, '/') || strstr(name, ".."))
+            return sala__fields_fail(
+                f, "weight_map names the file \"%.200s\" outside the model's folder", name);
+        size_t s = 0;
+        while (s < c->shard_count && strcmp(sala__file_name(c->shards[s].path), name) != 0) s++;
+        int code = s == c->shard_count ? sala__shard_open(c, name, f->err) : 0;
+        if (code < 0) return code;
     }
-    if (count) qsort(names, count, sizeof *names, sala__string_order);
-    for (size_t i = 0; i < count && code == 0; i++)
-        if (i == 0 || strcmp(names[i - 1], names[i]) != 0)
-            code = sala__shard_open(c, names[i], err);
-    sala__release(&c->env, names);
-    return code;
+    return sala__tensors_sort(c, f->err);
 }
 
 // Every tensor of the index in the shard that it names, and no tensor that the index does not know.
-static int sala__index_agrees(sala__checkpoint *c, const char *path, const sala__json *j, int map,
-                              sala_error *err) {
-    for (int n = j->nodes[map].child; n >= 0; n = j->nodes[n].next) {
+static int sala__index_agrees(sala__checkpoint *c, sala__fields *f) {
+    const sala__json *j = f->json;
+    for (int n = j->nodes[f->object].child; n >= 0; n = j->nodes[n].next) {
         const char *name = sala__json_key(j, n), *file = sala__json_text(j, n);
         sala__tensor *t = sala__checkpoint_find(c, name);
-        if (!t)
-            return sala__fail(err, SALA_E_FILE, "%s: tensor %.200s is not in %s", path, name, file);
-        if (strcmp(strrchr(t->file, '/') + 1, file) != 0)
-            return sala__fail(err, SALA_E_FILE, "%s: tensor %.200s is not in %s but in %s", path,
-                              name, file, t->file);
+        if (!t || strcmp(sala__file_name(t->file), file) != 0)
+            return sala__fields_fail(f, "tensor %.200s is not in %s%s%s", name, file,
+                                     t ? " but in " : "", t ? t->file : "");
         t->used = 1;
     }
     for (size_t i = 0; i < c->tensor_count; i++) {
         sala__tensor *t = &c->tensors[i];
         if (!t->used)
-            return sala__fail(err, SALA_E_FILE, "%s: tensor %.200s of %s is missing", path, t->name,
-                              t->file);
+            return sala__fields_fail(f, "tensor %.200s of %s is missing", t->name, t->file);
         t->used = 0;
     }
     return 0;
@@ -1278,12 +1322,11 @@ static int sala__index_open(sala__checkpoint *c, const char *path, sala_error *e
     sala__json j;
     int code = sala__json_file(&c->env, path, SALA__HEADER_LIMIT, &j, err);
     if (code < 0) return code;
-    int map = sala__json_get(&j, 0, "weight_map");
-    if (sala__json_at(&j, map)->type != SALA__OBJECT)
-        code = sala__fail(err, SALA_E_FILE, "%s: has no object \"weight_map\"", path);
-    if (code == 0) code = sala__index_shards(c, path, &j, map, err);
-    if (code == 0) code = sala__tensors_sort(c, err);
-    if (code == 0) code = sala__index_agrees(c, path, &j, map, err);
+    sala__fields f = {&j, sala__json_get(&j, 0, "weight_map"), path, "", err, SALA_E_FILE, 0};
+    if (sala__json_at(&j, f.object)->type != SALA__OBJECT)
+        code = sala__fields_fail(&f, "has no object \"weight_map\"");
+    if (code == 0) code = sala__index_shards(c, &f);
+    if (code == 0) code = sala__index_agrees(c, &f);
     sala__json_free(&j);
     return code;
 }
@@ -1314,18 +1357,16 @@ static int sala__checkpoint_open(const sala__env *env, const char *folder, sala_
     c->folder = sala__join(env, folder, "", err);
     char *single = c->folder ? sala__join(env, folder, "model.safetensors", err) : NULL;
     char *index = single ? sala__join(env, folder, "model.safetensors.index.json", err) : NULL;
-    int code = index ? 0 : SALA_E_MEMORY;
-    if (code == 0) {
-        if (sala__file_exists(single)) {
-            code = sala__shard_open(c, "model.safetensors", err);
-            if (code == 0) code = sala__tensors_sort(c, err);
-        } else if (sala__file_exists(index)) {
-            code = sala__index_open(c, index, err);
-        } else {
-            code = sala__fail(
-                err, SALA_E_FILE,
-                "%s: holds neither model.safetensors nor model.safetensors.index.json", folder);
-        }
+    int code = SALA_E_MEMORY;
+    if (index && sala__file_exists(single)) {
+        code = sala__shard_open(c, "model.safetensors", err);
+        if (code == 0) code = sala__tensors_sort(c, err);
+    } else if (index && sala__file_exists(index)) {
+        code = sala__index_open(c, index, err);
+    } else if (index) {
+        code = sala__fail(err, SALA_E_FILE,
+                          "%s: holds neither model.safetensors nor model.safetensors.index.json",
+                          folder);
     }
     sala__release(env, single);
     sala__release(env, index);
@@ -1342,128 +1383,34 @@ typedef struct sala__config {
     sala_dims dims;
     int32_t *sparse;  // [layers] 1: minicpm4, 0: lightning
     int32_t bos, pad; // -1: none
-    int32_t *eos;     // [eos_count]
+    int32_t *eos;     // [eos_count], room for SALA__MAX_EOS
     int32_t eos_count;
     int32_t tied;          // the head is the embedding
     int64_t max_positions; // what the model was made for; nothing is sized by it
 } sala__config;
 
-// Reads the members of one JSON object. The first error is kept in `code`, later reads then return
-// their fallback: so a list of reads needs one check at its end.
-typedef struct sala__fields {
-    const sala__json *json;
-    int object;
-    const char *path;   // of the file
-    const char *prefix; // "" or "sparse_config."
-    sala_error *err;
-    int code;
-} sala__fields;
-
-// A value as messages show it.
-static const char *sala__json_show(const sala__json *j, int node, char out[64]) {
-    const sala__json_node *n = sala__json_at(j, node);
-    static const char *const words[] = {"null",     "a boolean", "a number",
-                                        "a string", "a list",    "an object"};
-    if (node < 0)
-        snprintf(out, 64, "missing");
-    else if (n->type == SALA__BOOL)
-        snprintf(out, 64, "%s", n->number != 0 ? "true" : "false");
-    else if (n->type == SALA__NUMBER && n->is_integer)
-        snprintf(out, 64, "%lld", (long long)n->integer);
-    else if (n->type == SALA__NUMBER)
-        snprintf(out, 64, "%.9g", n->number);
-    else if (n->type == SALA__STRING && sala__plain_name(sala__json_text(j, node), n->text_size))
-        snprintf(out, 64, "\"%.60s\"", sala__json_text(j, node));
-    else
-        snprintf(out, 64, "%s", words[n->type]);
-    return out;
-}
-
-// "FILE: what is wrong", unless an error came before.
-static int sala__config_fail(sala__fields *f, const char *format, ...) SALA__PRINTF(2, 3);
-static int sala__config_fail(sala__fields *f, const char *format, ...) {
-    char what[512];
-    va_list args;
-    if (f->code < 0) return f->code;
-    va_start(args, format);
-    vsnprintf(what, sizeof what, format, args);
-    va_end(args);
-    return f->code = sala__fail(f->err, SALA_E_MODEL, "%s: %s", f->path, what);
-}
-
-static void sala__field_refuse(sala__fields *f, const char *name, const char *expected) {
-    char value[64];
-    if (f->code < 0) return;
-    sala__config_fail(f, "%s%s is %s; expected %s", f->prefix, name,
-                      sala__json_show(f->json, sala__json_get(f->json, f->object, name), value),
-                      expected);
-}
-
-static int sala__field_null(const sala__fields *f, const char *name) { // missing, or null
-    return sala__json_at(f->json, sala__json_get(f->json, f->object, name))->type == SALA__NULL;
-}
-
-static int32_t sala__field_int(sala__fields *f, const char *name, int32_t fallback, int32_t low,
-                               int32_t high) {
-    char expected[96];
-    int node = sala__json_get(f->json, f->object, name);
-    const sala__json_node *n = sala__json_at(f->json, node);
-    if (node < 0) return fallback;
-    if (n->is_integer && n->integer >= low && n->integer <= high) return (int32_t)n->integer;
-    snprintf(expected, sizeof expected, "a whole number from %d to %d", low, high);
-    sala__field_refuse(f, name, expected);
-    return fallback;
-}
-
-static int32_t sala__field_int_or_null(sala__fields *f, const char *name, int32_t fallback,
-                                       int32_t low, int32_t high) {
-    return sala__field_null(f, name) ? fallback : sala__field_int(f, name, fallback, low, high);
-}
-
-static double sala__field_real(sala__fields *f, const char *name, double fallback, double low,
-                               double high) {
-    char expected[96];
-    int node = sala__json_get(f->json, f->object, name);
-    const sala__json_node *n = sala__json_at(f->json, node);
-    if (node < 0) return fallback;
-    if (n->type == SALA__NUMBER && n->number >= low && n->number <= high) return n->number;
-    snprintf(expected, sizeof expected, "a number from %g to %g", low, high);
-    sala__field_refuse(f, name, expected);
-    return fallback;
-}
-
-static int32_t sala__field_bool(sala__fields *f, const char *name, int32_t fallback) {
-    int node = sala__json_get(f->json, f->object, name);
-    const sala__json_node *n = sala__json_at(f->json, node);
-    if (node < 0) return fallback;
-    if (n->type == SALA__BOOL) return n->number != 0;
-    sala__field_refuse(f, name, "true or false");
-    return fallback;
-}
-
 // Which model this is, and everything that is refused whatever the rest says.
 static void sala__config_refusals(sala__fields *f) {
+    static const char *const must_be_null[][2] = {
+        {"quantization_config", "null: quantised checkpoints are not supported yet"},
+        {"compression_config", "null: quantised checkpoints are not supported yet"},
+        {"rope_scaling", "null: scaled positions are not supported"},
+        {"rope_parameters", "null: give the base as rope_theta"},
+    };
     const sala__json *j = f->json;
-    int type = sala__json_get(j, f->object, "model_type"),
-        list = sala__json_get(j, f->object, "architectures");
-    int first = sala__json_at(j, list)->type == SALA__ARRAY ? j->nodes[list].child : -1;
+    int list = sala__field(f, "architectures"), act = sala__field(f, "hidden_act");
+    int first = sala__json_at(j, list)->child;
     char value[64];
-    if (type < 0 && list < 0) sala__field_refuse(f, "model_type", "\"minicpm_sala\"");
-    if (type >= 0 && !sala__json_is(j, type, "minicpm_sala"))
+    if (!sala__json_is(j, sala__field(f, "model_type"), "minicpm_sala"))
         sala__field_refuse(f, "model_type", "\"minicpm_sala\"");
     if (list >= 0 && !sala__json_is(j, first, "MiniCPMSALAForCausalLM"))
-        sala__config_fail(f, "architectures names %s; this engine runs MiniCPMSALAForCausalLM",
+        sala__fields_fail(f, "architectures names %s; this engine runs MiniCPMSALAForCausalLM",
                           sala__json_show(j, first, value));
-    if (!sala__field_null(f, "quantization_config") || !sala__field_null(f, "compression_config"))
-        sala__config_fail(f,
-                          "has a quantization_config: quantised checkpoints are not supported yet");
-    if (!sala__field_null(f, "rope_scaling"))
-        sala__field_refuse(f, "rope_scaling", "null: scaled positions are not supported");
-    if (!sala__field_null(f, "rope_parameters"))
-        sala__field_refuse(f, "rope_parameters", "none: give the base as rope_theta");
+    for (int i = 0; i < 4; i++)
+        if (!sala__field_null(f, must_be_null[i][0]))
+            sala__field_refuse(f, must_be_null[i][0], must_be_null[i][1]);
     if (sala__field_bool(f, "attention_bias", 0))
         sala__field_refuse(f, "attention_bias", "false: biases are not supported");
-    int act = sala__json_get(j, f->object, "hidden_act");
     if (act >= 0 && !sala__json_is(j, act, "silu")) sala__field_refuse(f, "hidden_act", "\"silu\"");
 }
 
@@ -1476,9 +1423,8 @@ static void sala__config_shape(sala__fields *f, sala__config *c) {
     d->layers = sala__field_int(f, "num_hidden_layers", 32, 1, 1024);
     d->heads = sala__field_int(f, "num_attention_heads", 32, 1, 4096);
     d->kv_heads = sala__field_int_or_null(f, "num_key_value_heads", d->heads, 1, d->heads);
-    int given =
-        sala__json_get(f->json, f->object, "head_dim") < 0 || !sala__field_null(f, "head_dim");
-    d->head_dim = given ? sala__field_int(f, "head_dim", 128, 1, 4096) : d->hidden / d->heads;
+    int32_t head_dim = sala__field(f, "head_dim") < 0 ? 128 : d->hidden / d->heads;
+    d->head_dim = sala__field_int_or_null(f, "head_dim", head_dim, 1, 4096);
     d->sparse_rope = sala__field_bool(f, "attn_use_rope", 0);
     d->sparse_gate = sala__field_bool(f, "attn_use_output_gate", 1);
     d->lin_heads = sala__field_int_or_null(f, "lightning_nh", d->heads, 1, 4096);
@@ -1493,139 +1439,119 @@ static void sala__config_shape(sala__fields *f, sala__config *c) {
 }
 
 static void sala__config_scalars(sala__fields *f, const sala__env *env, sala_dims *d) {
-    int scale = sala__json_get(f->json, f->object, "lightning_scale");
-    double base = sala__field_real(f, "dim_model_base", 256, 1e-3, 1e6);
-    d->eps = (float)sala__field_real(f, "rms_norm_eps", 1e-6, 1e-12, 1);
-    d->rope_theta = (float)sala__field_real(f, "rope_theta", 10000, 1, 1e12);
-    d->embed_scale = (float)sala__field_real(f, "scale_emb", 12, 1e-6, 1e6);
-    d->residual_scale =
-        (float)(sala__field_real(f, "scale_depth", 1.4, 1e-6, 1e6) / sqrt((double)d->layers));
+    double depth = sala__field_number(f, "scale_depth", 0, 1.4, 1e-6, 1e6);
+    double base = sala__field_number(f, "dim_model_base", 0, 256, 1e-3, 1e6);
+    d->eps = (float)sala__field_number(f, "rms_norm_eps", 0, 1e-6, 1e-12, 1);
+    d->rope_theta = (float)sala__field_number(f, "rope_theta", 0, 10000, 1, 1e12);
+    d->embed_scale = (float)sala__field_number(f, "scale_emb", 0, 12, 1e-6, 1e6);
+    d->residual_scale = (float)(depth / sqrt((double)d->layers));
     d->logit_divisor = (float)(d->hidden / base);
     d->attn_scale = (float)(1 / sqrt((double)d->head_dim));
     d->lin_scale = (float)(1 / sqrt((double)d->lin_dim));
+    int scale = sala__field(f, "lightning_scale");
     if (scale < 0 || sala__json_is(f->json, scale, "1/sqrt(d)")) return;
-    if (!sala__json_text(f->json, scale)) {
-        sala__field_refuse(f, "lightning_scale", "a string, \"1/sqrt(d)\" or \"1/d\"");
-        return;
-    }
-    d->lin_scale = 1; // what the official code does with any other string
-    if (sala__json_is(f->json, scale, "1/d"))
+    if (sala__json_is(f->json, scale, "1/d")) {
         d->lin_scale = (float)(1.0 / d->lin_dim);
-    else
+    } else if (sala__json_text(f->json, scale)) {
+        d->lin_scale = 1; // what the official code does with any other string
         sala__log(env, SALA_LOG_WARNING,
-                  "%s: lightning_scale is neither \"1/sqrt(d)\" nor \"1/d\": taken as 1", f->path);
+                  "%s: lightning_scale is neither \"1/sqrt(d)\" nor \"1/d\": taken as 1", f->where);
+    } else {
+        sala__field_refuse(f, "lightning_scale", "a string, \"1/sqrt(d)\" or \"1/d\"");
+    }
 }
 
 static void sala__config_sparse(sala__fields *f, sala_dims *d) {
-    int node = sala__json_get(f->json, f->object, "sparse_config");
-    if (!sala__field_null(f, "sparse_config") && sala__json_at(f->json, node)->type != SALA__OBJECT)
+    int node = sala__field(f, "sparse_config"), type = sala__json_at(f->json, node)->type;
+    if (type != SALA__OBJECT && type != SALA__NULL)
         sala__field_refuse(f, "sparse_config", "an object");
-    sala__fields s = *f;
-    s.object = node;
-    s.prefix = "sparse_config.";
-    d->kernel = sala__field_int(&s, "kernel_size", 32, 1, 1 << 16);
-    d->stride = sala__field_int(&s, "kernel_stride", 16, 1, 1 << 16);
-    d->block = sala__field_int(&s, "block_size", 64, 1, 1 << 16);
-    d->init_blocks = sala__field_int(&s, "init_blocks", 1, 0, 1 << 16);
-    d->dense_len = sala__field_int(&s, "dense_len", 8192, 0, INT32_MAX);
-    int32_t window = sala__field_int(&s, "window_size", 2048, 0, 1 << 20);
-    int32_t topk = sala__field_int(&s, "topk", 64, 1, 1 << 16);
-    if (sala__field_bool(&s, "use_nope", 0))
-        sala__field_refuse(&s, "use_nope", "false: it is not supported");
-    // model.md 8: compressed rows must tile blocks and windows, and the forced blocks must fit into
-    // top_k.
+    f->object = node;
+    f->prefix = "sparse_config.";
+    d->kernel = sala__field_int(f, "kernel_size", 32, 1, 1 << 16);
+    d->stride = sala__field_int(f, "kernel_stride", 16, 1, 1 << 16);
+    d->block = sala__field_int(f, "block_size", 64, 1, 1 << 16);
+    d->init_blocks = sala__field_int(f, "init_blocks", 1, 0, 1 << 16);
+    d->dense_len = sala__field_int(f, "dense_len", 8192, 0, INT32_MAX);
+    int32_t window = sala__field_int(f, "window_size", 2048, 0, 1 << 20);
+    int32_t topk = sala__field_int(f, "topk", 64, 1, 1 << 16);
+    if (sala__field_bool(f, "use_nope", 0))
+        sala__field_refuse(f, "use_nope", "false: it is not supported");
+    // model.md 8: compressed rows must tile blocks and windows, and top_k hold the forced blocks.
     if (d->kernel % d->stride != 0)
-        sala__field_refuse(&s, "kernel_size", "a multiple of kernel_stride");
+        sala__field_refuse(f, "kernel_size", "a multiple of kernel_stride");
     if (d->block % d->stride != 0)
-        sala__field_refuse(&s, "block_size", "a multiple of kernel_stride");
-    if (window % d->block != 0) sala__field_refuse(&s, "window_size", "a multiple of block_size");
-    if (topk < d->init_blocks + 1) sala__field_refuse(&s, "topk", "at least init_blocks + 1");
+        sala__field_refuse(f, "block_size", "a multiple of kernel_stride");
+    if (window % d->block != 0) sala__field_refuse(f, "window_size", "a multiple of block_size");
+    if (topk < d->init_blocks + 1) sala__field_refuse(f, "topk", "at least init_blocks + 1");
     d->local_blocks = window / d->block;
     d->top_k = topk + d->local_blocks; // the window is added to the configured number
-    f->code = s.code;
+    f->object = 0;
+    f->prefix = "";
 }
 
 // What must fit together, and what the CPU's vector loops ask for.
 static void sala__config_fits(sala__fields *f, const sala_dims *d) {
-    if (f->code < 0) return;
     if (d->heads * (int64_t)d->head_dim != d->hidden)
-        sala__config_fail(f,
-                          "num_attention_heads %d times head_dim %d is not hidden_size %d: such "
-                          "models are not supported",
-                          d->heads, d->head_dim, d->hidden);
-    else if (d->heads % d->kv_heads != 0)
-        sala__config_fail(f, "num_attention_heads %d is not a multiple of num_key_value_heads %d",
+        sala__fields_fail(
+            f, "num_attention_heads %d times head_dim %d is not hidden_size %d: not supported",
+            d->heads, d->head_dim, d->hidden);
+    if (d->heads % d->kv_heads != 0)
+        sala__fields_fail(f, "num_attention_heads %d is not a multiple of num_key_value_heads %d",
                           d->heads, d->kv_heads);
-    else if (d->lin_heads % d->lin_kv_heads != 0)
-        sala__config_fail(f, "lightning_nh %d is not a multiple of lightning_nkv %d", d->lin_heads,
+    if (d->lin_heads % d->lin_kv_heads != 0)
+        sala__fields_fail(f, "lightning_nh %d is not a multiple of lightning_nkv %d", d->lin_heads,
                           d->lin_kv_heads);
-    else if (d->lin_heads * (int64_t)d->lin_dim > 1 << 20)
-        sala__config_fail(f, "lightning_nh %d times lightning_head_dim %d is more than %d",
+    if (d->lin_heads * (int64_t)d->lin_dim > 1 << 20)
+        sala__fields_fail(f, "lightning_nh %d times lightning_head_dim %d is more than %d",
                           d->lin_heads, d->lin_dim, 1 << 20);
     const char *names[] = {"hidden_size", "intermediate_size", "head_dim", "lightning_head_dim"};
     int32_t values[] = {d->hidden, d->ffn, d->head_dim, d->lin_dim};
-    for (int i = 0; i < 4 && f->code == 0; i++)
+    for (int i = 0; i < 4; i++)
         if (values[i] % SALA_LANES != 0)
-            sala__config_fail(f, "%s is %d; expected a multiple of %d: others are not supported",
+            sala__fields_fail(f, "%s is %d; expected a multiple of %d: others are not supported",
                               names[i], values[i], SALA_LANES);
 }
 
-static int sala__config_mixers(sala__fields *f, const sala__env *env, sala__config *c) {
+static void sala__config_mixers(sala__fields *f, sala__config *c) { // c->sparse: [layers]
     const sala__json *j = f->json;
-    int list = sala__json_get(j, f->object, "mixer_types"), layer = 0;
+    int list = sala__field(f, "mixer_types"), layer = 0;
     char value[64];
-    if (sala__json_at(j, list)->type != SALA__ARRAY) {
+    if (sala__json_at(j, list)->type != SALA__ARRAY)
         sala__field_refuse(f, "mixer_types", "a list with one string for each layer");
-        return f->code;
-    }
-    if (j->nodes[list].count != c->dims.layers)
-        return sala__config_fail(f, "mixer_types has %d entries for num_hidden_layers %d",
-                                 j->nodes[list].count, c->dims.layers);
-    c->sparse = (int32_t *)sala__alloc(env, (size_t)c->dims.layers, sizeof *c->sparse,
-                                       "mixer_types", f->err);
-    if (!c->sparse) return SALA_E_MEMORY;
-    for (int n = j->nodes[list].child; n >= 0; n = j->nodes[n].next, layer++) {
+    else if (j->nodes[list].count != c->dims.layers)
+        sala__fields_fail(f, "mixer_types has %d entries for num_hidden_layers %d",
+                          j->nodes[list].count, c->dims.layers);
+    for (int n = sala__json_at(j, list)->child; n >= 0 && f->code == 0; n = j->nodes[n].next) {
         c->sparse[layer] = sala__json_is(j, n, "minicpm4");
-        if (c->sparse[layer] || sala__json_is(j, n, "lightning-attn") ||
-            sala__json_is(j, n, "lightning") || sala__json_is(j, n, "lightning_attn"))
-            continue;
-        return sala__config_fail(
-            f, "mixer_types[%d] is %s; expected \"minicpm4\" or \"lightning-attn\"", layer,
-            sala__json_show(j, n, value));
+        if (!c->sparse[layer] && !sala__json_is(j, n, "lightning-attn") &&
+            !sala__json_is(j, n, "lightning") && !sala__json_is(j, n, "lightning_attn"))
+            sala__fields_fail(f,
+                              "mixer_types[%d] is %s; expected \"minicpm4\" or \"lightning-attn\"",
+                              layer, sala__json_show(j, n, value));
+        layer++;
     }
-    return 0;
 }
 
 // bos, pad and eos, where the file has them; eos is a number or a list.
-static int sala__config_ids(sala__fields *f, const sala__env *env, sala__config *c) {
+static void sala__config_ids(sala__fields *f, sala__config *c) {
     const sala__json *j = f->json;
-    int node = sala__json_get(j, f->object, "eos_token_id"), last = c->dims.vocab - 1;
-    const sala__json_node *eos = sala__json_at(j, node);
+    int last = c->dims.vocab - 1, node = sala__field(f, "eos_token_id");
+    int list = sala__json_at(j, node)->type == SALA__ARRAY;
+    char value[64];
     c->bos = sala__field_int_or_null(f, "bos_token_id", c->bos, 0, last);
     c->pad = sala__field_int_or_null(f, "pad_token_id", c->pad, -1, last);
-    if (f->code < 0 || eos->type == SALA__NULL) return f->code;
-    int list = eos->type == SALA__ARRAY, count = list ? eos->count : 1;
-    if (count > SALA__MAX_EOS)
-        return sala__config_fail(f, "eos_token_id lists %d tokens, more than %d", count,
-                                 SALA__MAX_EOS);
-    int32_t *ids = (int32_t *)sala__alloc(env, (size_t)count, sizeof *ids, "eos_token_id", f->err);
-    if (!ids) return SALA_E_MEMORY;
-    count = 0;
-    for (int n = list ? eos->child : node; n >= 0; n = list ? j->nodes[n].next : -1) {
+    if (sala__field_null(f, "eos_token_id")) return;
+    c->eos_count = 0;
+    for (int n = list ? j->nodes[node].child : node; n >= 0; n = list ? j->nodes[n].next : -1) {
         const sala__json_node *id = &j->nodes[n];
-        if (id->is_integer && id->integer >= 0 && id->integer <= last) {
-            ids[count++] = (int32_t)id->integer;
-            continue;
-        }
-        char value[64];
-        sala__release(env, ids);
-        return sala__config_fail(f, "eos_token_id holds %s; expected tokens from 0 to %d",
-                                 sala__json_show(j, n, value), last);
+        if (!id->is_integer || id->integer < 0 || id->integer > last)
+            sala__fields_fail(f, "eos_token_id holds %s; expected tokens from 0 to %d",
+                              sala__json_show(j, n, value), last);
+        else if (c->eos_count == SALA__MAX_EOS)
+            sala__fields_fail(f, "eos_token_id lists more than %d tokens", SALA__MAX_EOS);
+        else
+            c->eos[c->eos_count++] = (int32_t)id->integer;
     }
-    sala__release(env, c->eos);
-    c->eos = ids;
-    c->eos_count = count;
-    return 0;
 }
 
 static void sala__config_free(const sala__env *env, sala__config *c) {
@@ -1636,26 +1562,26 @@ static void sala__config_free(const sala__env *env, sala__config *c) {
 
 static int sala__config_parse(const sala__env *env, const sala__json *j, const char *path,
                               sala__config *c, sala_error *err) {
-    sala__fields f = {j, 0, path, "", err, 0};
+    static const int32_t eos[2] = {2, 73440}; // the release's; config.json may leave them out
+    sala__fields f = {j, 0, path, "", err, SALA_E_MODEL, 0};
     memset(c, 0, sizeof *c);
-    if (j->nodes[0].type != SALA__OBJECT)
-        return sala__fail(err, SALA_E_MODEL, "%s: not a JSON object", path);
+    if (j->nodes[0].type != SALA__OBJECT) sala__fields_fail(&f, "not a JSON object");
     sala__config_refusals(&f);
     sala__config_shape(&f, c);
     sala__config_scalars(&f, env, &c->dims);
     sala__config_sparse(&f, &c->dims);
     sala__config_fits(&f, &c->dims);
-    if (f.code == 0) f.code = sala__config_mixers(&f, env, c);
-    static const int32_t eos[2] = {2, 73440}; // the release's; config.json may leave them out
-    c->bos = sala__json_get(j, 0, "bos_token_id") < 0 && c->dims.vocab > 1 ? 1 : -1;
-    c->pad = sala__json_get(j, 0, "pad_token_id") < 0 && c->dims.vocab > 2 ? 2 : -1;
-    if (f.code == 0 && sala__json_get(j, 0, "eos_token_id") < 0) {
-        c->eos = (int32_t *)sala__alloc(env, 2, sizeof *c->eos, "eos_token_id", err);
-        if (!c->eos) f.code = SALA_E_MEMORY;
-        for (int i = 0; i < 2 && c->eos; i++)
-            if (eos[i] < c->dims.vocab) c->eos[c->eos_count++] = eos[i];
-    }
-    if (f.code == 0) f.code = sala__config_ids(&f, env, c);
+    if (f.code < 0) return f.code;
+    size_t layers = (size_t)c->dims.layers;
+    c->sparse = (int32_t *)sala__alloc(env, layers, sizeof *c->sparse, "mixer_types", err);
+    c->eos = (int32_t *)sala__alloc(env, SALA__MAX_EOS, sizeof *c->eos, "eos_token_id", err);
+    if (!c->sparse || !c->eos) f.code = SALA_E_MEMORY;
+    if (f.code == 0) sala__config_mixers(&f, c);
+    c->bos = sala__field(&f, "bos_token_id") < 0 && c->dims.vocab > 1 ? 1 : -1;
+    c->pad = sala__field(&f, "pad_token_id") < 0 && c->dims.vocab > 2 ? 2 : -1;
+    for (int i = 0; i < 2 && f.code == 0 && sala__field(&f, "eos_token_id") < 0; i++)
+        if (eos[i] < c->dims.vocab) c->eos[c->eos_count++] = eos[i];
+    if (f.code == 0) sala__config_ids(&f, c);
     if (f.code < 0) sala__config_free(env, c);
     return f.code;
 }
@@ -1676,21 +1602,18 @@ static int sala__generation_config_read(const sala__env *env, const char *folder
                                         sala_error *err) {
     char *path = sala__join(env, folder, "generation_config.json", err);
     if (!path) return SALA_E_MEMORY;
-    int code = 0;
     sala__json j;
+    sala__fields f = {&j, 0, path, "", err, SALA_E_MODEL, 0};
     if (sala__file_exists(path)) {
-        code = sala__json_file(env, path, SALA__CONFIG_LIMIT, &j, err);
-        if (code == 0) {
-            sala__fields f = {&j, 0, path, "", err, 0};
-            if (j.nodes[0].type != SALA__OBJECT)
-                code = sala__fail(err, SALA_E_MODEL, "%s: not a JSON object", path);
-            else
-                code = sala__config_ids(&f, env, c);
+        f.code = sala__json_file(env, path, SALA__CONFIG_LIMIT, &j, err);
+        if (f.code == 0) {
+            if (j.nodes[0].type != SALA__OBJECT) sala__fields_fail(&f, "not a JSON object");
+            sala__config_ids(&f, c);
             sala__json_free(&j);
         }
     }
     sala__release(env, path);
-    return code;
+    return f.code;
 }
 
 // The decay slope of each lightning head, the same in every layer (model.md 4.6): for a power of
@@ -1722,137 +1645,88 @@ typedef struct sala__weights {
     void *owned;          // synthetic data or NULL
 } sala__weights;
 
-// The tensors of a layer, as a table: which layers have it, and its shape in the model's
-// dimensions.
-enum {
-    SALA__ALL_LAYERS,
-    SALA__SPARSE,
-    SALA__SPARSE_GATE,
-    SALA__LIGHTNING,
-    SALA__LIGHTNING_GATE,
-    SALA__LIGHTNING_QK_NORM,
-    SALA__LIGHTNING_O_NORM
-};
-enum {
-    SALA__ONE, // a vector
-    SALA__VOCAB,
-    SALA__HIDDEN,
-    SALA__FFN,
-    SALA__HEADS,
-    SALA__KV_HEADS,
-    SALA__LIN_HEADS,
-    SALA__LIN_KV_HEADS,
-    SALA__LIN_DIM
-};
-typedef struct sala__rule {
-    const char *name;
-    size_t place; // of its sala_weight in sala__layer
-    int32_t layers, n, k;
-} sala__rule;
-
-static const sala__rule sala__rules[] = {
-    {"input_layernorm", offsetof(sala__layer, input_norm), SALA__ALL_LAYERS, SALA__HIDDEN,
-     SALA__ONE},
-    {"self_attn.q_proj", offsetof(sala__layer, q), SALA__SPARSE, SALA__HEADS, SALA__HIDDEN},
-    {"self_attn.k_proj", offsetof(sala__layer, k), SALA__SPARSE, SALA__KV_HEADS, SALA__HIDDEN},
-    {"self_attn.v_proj", offsetof(sala__layer, v), SALA__SPARSE, SALA__KV_HEADS, SALA__HIDDEN},
-    {"self_attn.o_gate", offsetof(sala__layer, gate), SALA__SPARSE_GATE, SALA__HEADS, SALA__HIDDEN},
-    {"self_attn.o_proj", offsetof(sala__layer, o), SALA__SPARSE, SALA__HIDDEN, SALA__HEADS},
-    {"self_attn.q_proj", offsetof(sala__layer, q), SALA__LIGHTNING, SALA__LIN_HEADS, SALA__HIDDEN},
-    {"self_attn.k_proj", offsetof(sala__layer, k), SALA__LIGHTNING, SALA__LIN_KV_HEADS,
-     SALA__HIDDEN},
-    {"self_attn.v_proj", offsetof(sala__layer, v), SALA__LIGHTNING, SALA__LIN_KV_HEADS,
-     SALA__HIDDEN},
-    {"self_attn.q_norm", offsetof(sala__layer, q_norm), SALA__LIGHTNING_QK_NORM, SALA__LIN_DIM,
-     SALA__ONE},
-    {"self_attn.k_norm", offsetof(sala__layer, k_norm), SALA__LIGHTNING_QK_NORM, SALA__LIN_DIM,
-     SALA__ONE},
-    {"self_attn.o_norm", offsetof(sala__layer, o_norm), SALA__LIGHTNING_O_NORM, SALA__LIN_HEADS,
-     SALA__ONE},
-    {"self_attn.z_proj", offsetof(sala__layer, gate), SALA__LIGHTNING_GATE, SALA__LIN_HEADS,
-     SALA__HIDDEN},
-    {"self_attn.o_proj", offsetof(sala__layer, o), SALA__LIGHTNING, SALA__HIDDEN, SALA__LIN_HEADS},
-    {"post_attention_layernorm", offsetof(sala__layer, post_norm), SALA__ALL_LAYERS, SALA__HIDDEN,
-     SALA__ONE},
-    {"mlp.gate_proj", offsetof(sala__layer, mlp_gate), SALA__ALL_LAYERS, SALA__FFN, SALA__HIDDEN},
-    {"mlp.up_proj", offsetof(sala__layer, mlp_up), SALA__ALL_LAYERS, SALA__FFN, SALA__HIDDEN},
-    {"mlp.down_proj", offsetof(sala__layer, mlp_down), SALA__ALL_LAYERS, SALA__HIDDEN, SALA__FFN},
-};
-enum { SALA__RULES = (int)(sizeof sala__rules / sizeof sala__rules[0]) };
-
-static int sala__rule_applies(const sala__rule *rule, const sala_dims *d, int sparse) {
-    switch (rule->layers) {
-    case SALA__SPARSE: return sparse;
-    case SALA__SPARSE_GATE: return sparse && d->sparse_gate;
-    case SALA__LIGHTNING: return !sparse;
-    case SALA__LIGHTNING_GATE: return !sparse && d->lin_gate;
-    case SALA__LIGHTNING_QK_NORM: return !sparse && d->lin_qk_norm;
-    case SALA__LIGHTNING_O_NORM: return !sparse && d->lin_norm;
-    default: return 1;
-    }
-}
-
-static int32_t sala__dimension(const sala_dims *d, int which, const char **name) {
-    static const char *const names[] = {"1",
-                                        "vocab_size",
-                                        "hidden_size",
-                                        "intermediate_size",
-                                        "num_attention_heads * head_dim",
-                                        "num_key_value_heads * head_dim",
-                                        "lightning_nh * lightning_head_dim",
-                                        "lightning_nkv * lightning_head_dim",
-                                        "lightning_head_dim"};
-    *name = names[which];
-    switch (which) {
-    case SALA__VOCAB: return d->vocab;
-    case SALA__HIDDEN: return d->hidden;
-    case SALA__FFN: return d->ffn;
-    case SALA__HEADS: return d->heads * d->head_dim;
-    case SALA__KV_HEADS: return d->kv_heads * d->head_dim;
-    case SALA__LIN_HEADS: return d->lin_heads * d->lin_dim;
-    case SALA__LIN_KV_HEADS: return d->lin_kv_heads * d->lin_dim;
-    case SALA__LIN_DIM: return d->lin_dim;
-    default: return 1;
-    }
-}
-
 // One tensor that the model needs.
 typedef struct sala__item {
     char name[96];
+    int32_t layer;       // -1: outside the layers
     sala_weight *weight; // where it goes
     int32_t n, k;
     const char *n_name, *k_name; // what these are in config.json
 } sala__item;
 
+// A dimension of the model and what it is in config.json; a row of the table of a layer's tensors.
+typedef struct sala__extent {
+    int32_t size;
+    const char *name;
+} sala__extent;
+
+typedef struct sala__rule {
+    const char *name;
+    int32_t present; // in this layer?
+    sala_weight *weight;
+    sala__extent n, k;
+} sala__rule;
+
 // The tensors of a model are numbered 0 .. sala__item_count - 1: embedding, layers, final norm,
 // head. Numbers whose tensor this model lacks give 0, the others fill `item` and give 1.
+enum { SALA__RULES = 18 }; // of a layer
+
 static int sala__item_count(const sala__config *c) {
     return c->dims.layers * SALA__RULES + 3;
 }
 
 static int sala__item_at(const sala__config *c, sala__weights *w, int index, sala__item *item) {
-    int body = c->dims.layers * SALA__RULES, layer = (index - 1) / SALA__RULES;
-    int32_t n = SALA__HIDDEN, k = SALA__ONE;
-    if (index >= 1 && index <= body) {
-        const sala__rule *rule = &sala__rules[(index - 1) % SALA__RULES];
-        if (!sala__rule_applies(rule, &c->dims, c->sparse[layer])) return 0;
+    const sala_dims *d = &c->dims;
+    const int last = d->layers * SALA__RULES + 2, inside = index > 0 && index < last - 1;
+    const int layer = inside ? (index - 1) / SALA__RULES : 0;
+    const int row = inside  ? (index - 1) % SALA__RULES + 1
+                    : index ? index - last + SALA__RULES + 2
+                            : 0;
+    sala__layer *l = &w->layers[layer];
+    const int32_t sparse = c->sparse[layer], lin = !sparse, qk_norm = lin && d->lin_qk_norm;
+    const sala__extent one = {1, "1"}, vocab = {d->vocab, "vocab_size"},
+                       hidden = {d->hidden, "hidden_size"}, ffn = {d->ffn, "intermediate_size"},
+                       q = {d->heads * d->head_dim, "num_attention_heads * head_dim"},
+                       kv = {d->kv_heads * d->head_dim, "num_key_value_heads * head_dim"},
+                       lin_q = {d->lin_heads * d->lin_dim, "lightning_nh * lightning_head_dim"},
+                       lin_kv = {d->lin_kv_heads * d->lin_dim,
+                                 "lightning_nkv * lightning_head_dim"},
+                       lin_dim = {d->lin_dim, "lightning_head_dim"};
+    const sala__rule rules[SALA__RULES + 3] = {
+        {"model.embed_tokens", 1, &w->embed, vocab, hidden},
+        {"input_layernorm", 1, &l->input_norm, hidden, one},
+        {"self_attn.q_proj", sparse, &l->q, q, hidden},
+        {"self_attn.k_proj", sparse, &l->k, kv, hidden},
+        {"self_attn.v_proj", sparse, &l->v, kv, hidden},
+        {"self_attn.o_gate", sparse && d->sparse_gate, &l->gate, q, hidden},
+        {"self_attn.o_proj", sparse, &l->o, hidden, q},
+        {"self_attn.q_proj", lin, &l->q, lin_q, hidden},
+        {"self_attn.k_proj", lin, &l->k, lin_kv, hidden},
+        {"self_attn.v_proj", lin, &l->v, lin_kv, hidden},
+        {"self_attn.q_norm", qk_norm, &l->q_norm, lin_dim, one},
+        {"self_attn.k_norm", qk_norm, &l->k_norm, lin_dim, one},
+        {"self_attn.o_norm", lin && d->lin_norm, &l->o_norm, lin_q, one},
+        {"self_attn.z_proj", lin && d->lin_gate, &l->gate, lin_q, hidden},
+        {"self_attn.o_proj", lin, &l->o, hidden, lin_q},
+        {"post_attention_layernorm", 1, &l->post_norm, hidden, one},
+        {"mlp.gate_proj", 1, &l->mlp_gate, ffn, hidden},
+        {"mlp.up_proj", 1, &l->mlp_up, ffn, hidden},
+        {"mlp.down_proj", 1, &l->mlp_down, hidden, ffn},
+        {"model.norm", 1, &w->final_norm, hidden, one},
+        {"lm_head", !c->tied, &w->head, vocab, hidden},
+    };
+    const sala__rule *rule = &rules[row];
+    if (!rule->present) return 0;
+    if (inside)
         snprintf(item->name, sizeof item->name, "model.layers.%d.%s.weight", layer, rule->name);
-        item->weight = (sala_weight *)(void *)((char *)&w->layers[layer] + rule->place);
-        n = rule->n;
-        k = rule->k;
-    } else if (index == body + 1) {
-        snprintf(item->name, sizeof item->name, "model.norm.weight");
-        item->weight = &w->final_norm;
-    } else {
-        if (index && c->tied) return 0;
-        snprintf(item->name, sizeof item->name, "%s",
-                 index ? "lm_head.weight" : "model.embed_tokens.weight");
-        item->weight = index ? &w->head : &w->embed;
-        n = SALA__VOCAB;
-        k = SALA__HIDDEN;
-    }
-    item->n = sala__dimension(&c->dims, n, &item->n_name);
-    item->k = sala__dimension(&c->dims, k, &item->k_name);
+    else
+        snprintf(item->name, sizeof item->name, "%s.weight", rule->name);
+    item->layer = inside ? layer : -1;
+    item->weight = rule->weight;
+    item->n = rule->n.size;
+    item->k = rule->k.size;
+    item->n_name = rule->n.name;
+    item->k_name = rule->k.name;
     return 1;
 }
 
@@ -1866,26 +1740,8 @@ static void sala__weights_free(const sala__env *env, sala__weights *w) {
     memset(w, 0, sizeof *w);
 }
 
-// Layers allocated, and every weight with its n and k, in BF16, without data.
-static int sala__weights_shape(const sala__env *env, const sala__config *c, sala__weights *w,
-                               sala_error *err) {
-    sala__item item;
-    memset(w, 0, sizeof *w);
-    w->layers = (sala__layer *)sala__alloc(env, (size_t)c->dims.layers, sizeof *w->layers,
-                                           "the layers", err);
-    if (!w->layers) return SALA_E_MEMORY;
-    for (int i = 0; i < c->dims.layers; i++) w->layers[i].sparse = c->sparse[i];
-    for (int i = 0; i < sala__item_count(c); i++) {
-        if (!sala__item_at(c, w, i, &item)) continue;
-        item.weight->n = item.n;
-        item.weight->k = item.k;
-    }
-    if (c->tied) w->head = w->embed;
-    return 0;
-}
-
-// Fill in the totals once all formats are known.
-static void sala__weights_count(const sala__config *c, sala__weights *w) {
+// Once data or formats changed: a tied head, and the totals.
+static void sala__weights_finish(const sala__config *c, sala__weights *w) {
     sala__item item;
     w->parameters = w->bytes = w->decode_bytes = 0;
     for (int i = 0; i < sala__item_count(c); i++) {
@@ -1893,17 +1749,29 @@ static void sala__weights_count(const sala__config *c, sala__weights *w) {
         int64_t bytes = sala__weight_bytes(item.weight);
         w->parameters += (int64_t)item.n * item.k;
         w->bytes += bytes;
-        if (item.weight->k > 1 && item.weight != &w->embed) w->decode_bytes += bytes;
+        if (item.k > 1 && item.weight != &w->embed) w->decode_bytes += bytes;
     }
-    if (c->tied) w->decode_bytes += sala__weight_bytes(&w->head);
+    if (!c->tied) return;
+    w->head = w->embed;
+    w->decode_bytes += sala__weight_bytes(&w->head);
 }
 
-// What a synthetic model of this config takes: shapes and totals, no data.
+// Every weight's n and k, in BF16, and the totals: what a synthetic model takes. No data yet.
 static int sala__weights_plan(const sala__env *env, const sala__config *c, sala__weights *w,
                               sala_error *err) {
-    int code = sala__weights_shape(env, c, w, err);
-    if (code == 0) sala__weights_count(c, w);
-    return code;
+    sala__item item;
+    size_t layers = (size_t)c->dims.layers;
+    memset(w, 0, sizeof *w);
+    w->layers = (sala__layer *)sala__alloc(env, layers, sizeof *w->layers, "the layers", err);
+    if (!w->layers) return SALA_E_MEMORY;
+    for (size_t i = 0; i < layers; i++) w->layers[i].sparse = c->sparse[i];
+    for (int i = 0; i < sala__item_count(c); i++) {
+        if (!sala__item_at(c, w, i, &item)) continue;
+        item.weight->n = item.n;
+        item.weight->k = item.k;
+    }
+    sala__weights_finish(c, w);
+    return 0;
 }
 
 static const char *sala__shape_text(const int64_t *shape, int rank, char out[192]) {
@@ -1918,18 +1786,20 @@ static int sala__bind_one(const sala__item *item, sala__tensor *t, sala_error *e
     int rank = item->k > 1 ? 2 : 1; // config.json cannot give a matrix one column
     int64_t want[2] = {item->n, item->k};
     char have_text[192], want_text[192];
-    if (t->rank != rank || t->shape[0] != want[0] || (rank == 2 && t->shape[1] != want[1]))
-        return sala__tensor_fail(err, t, SALA_E_MODEL, " has shape %s, expected %s (%s%s%s)",
-                                 sala__shape_text(t->shape, t->rank, have_text),
-                                 sala__shape_text(want, rank, want_text), item->n_name,
-                                 rank == 2 ? " x " : "", rank == 2 ? item->k_name : "");
+    if (t->rank != rank || memcmp(t->shape, want, (size_t)rank * sizeof *want) != 0)
+        return sala__fail(err, SALA_E_MODEL, "%s: tensor %s has shape %s, expected %s (%s%s%s)",
+                          t->file, t->name, sala__shape_text(t->shape, t->rank, have_text),
+                          sala__shape_text(want, rank, want_text), item->n_name,
+                          rank == 2 ? " x " : "", rank == 2 ? item->k_name : "");
     if (t->format < 0)
-        return sala__tensor_fail(err, t, SALA_E_MODEL, " has dtype %s; expected BF16, F16 or F32",
-                                 t->dtype);
+        return sala__fail(err, SALA_E_MODEL,
+                          "%s: tensor %s has dtype %s; expected BF16, F16 or F32", t->file, t->name,
+                          t->dtype);
     if ((uintptr_t)t->data % (t->format == SALA_F32 ? 4 : 2) != 0)
-        return sala__tensor_fail(err, t, SALA_E_MODEL,
-                                 " does not begin at a multiple of its element size: save the file "
-                                 "again with a current safetensors library");
+        return sala__fail(
+            err, SALA_E_MODEL,
+            "%s: tensor %s does not begin at a multiple of its element size: save the file again",
+            t->file, t->name);
     t->used = 1;
     item->weight->data = t->data;
     item->weight->format = t->format;
@@ -1937,13 +1807,12 @@ static int sala__bind_one(const sala__item *item, sala__tensor *t, sala_error *e
 }
 
 // The head of a model with tied embeddings may be in the file all the same, if it is the same.
-static int sala__bind_tied(sala__checkpoint *ck, sala__weights *w, sala_error *err) {
+static int sala__bind_tied(sala__checkpoint *ck, sala_error *err) {
     sala__tensor *head = sala__checkpoint_find(ck, "lm_head.weight");
     const sala__tensor *embed = sala__checkpoint_find(ck, "model.embed_tokens.weight");
-    w->head = w->embed;
-    if (!head || !embed) return 0;
+    if (!head) return 0;
     head->used = 1;
-    if (head->dtype == embed->dtype && head->bytes == embed->bytes && head->rank == embed->rank &&
+    if (head->dtype == embed->dtype && head->rank == embed->rank &&
         memcmp(head->shape, embed->shape, sizeof head->shape) == 0 &&
         memcmp(head->data, embed->data, (size_t)head->bytes) == 0)
         return 0;
@@ -1953,37 +1822,40 @@ static int sala__bind_tied(sala__checkpoint *ck, sala__weights *w, sala_error *e
                       head->file);
 }
 
-// No tensor may be left over: an unread one means that this is not the model that config.json
-// describes.
+// "tensor NAME ONE", or "tensor NAME and 2 more MANY".
+static int sala__tensors_fail(const char *where, const char *name, int count, const char *one,
+                              const char *many, sala_error *err) {
+    char more[32] = "";
+    if (count > 1) snprintf(more, sizeof more, " and %d more", count - 1);
+    return sala__fail(err, SALA_E_MODEL, "%s: tensor %.200s%s %s", where, name, more,
+                      count > 1 ? many : one);
+}
+
+// No tensor may be left over: an unread one means that config.json describes another model.
 static int sala__bind_rest(const sala__env *env, sala__checkpoint *ck, sala_error *err) {
-    static const char suffix[] =
-        "rotary_emb.inv_freq"; // old exports store this table; it is computed here
+    static const char table[] = "rotary_emb.inv_freq"; // in old exports; it is computed here
     const sala__tensor *first = NULL;
-    size_t count = 0, n = sizeof suffix - 1;
+    int count = 0;
     for (size_t i = 0; i < ck->tensor_count; i++) {
         const sala__tensor *t = &ck->tensors[i];
-        size_t size = strlen(t->name);
+        const char *at = strstr(t->name, table);
         if (t->used) continue;
-        if (size >= n && strcmp(t->name + size - n, suffix) == 0)
-            sala__log(env, SALA_LOG_INFO, "%s: tensor %.200s is not needed: skipped", t->file,
-                      t->name);
+        if (at && strcmp(at, table) == 0)
+            sala__log(env, SALA_LOG_INFO, "%s: tensor %.200s: not needed", t->file, t->name);
         else if (count++ == 0)
             first = t;
     }
     if (!first) return 0;
-    if (count == 1)
-        return sala__tensor_fail(err, first, SALA_E_MODEL,
-                                 " has no place in the model that config.json describes");
-    return sala__tensor_fail(err, first, SALA_E_MODEL,
-                             " and %zu more have no place in the model that config.json describes",
-                             count - 1);
+    return sala__tensors_fail(first->file, first->name, count,
+                              "has no place in the model that config.json describes",
+                              "have no place in the model that config.json describes", err);
 }
 
 // Give every tensor of the model its place in the mapped files. `ck` must outlive `w`.
 static int sala__weights_bind(const sala__env *env, sala__checkpoint *ck, const sala__config *c,
                               sala__weights *w, sala_error *err) {
     sala__item item, first;
-    int missing = 0, code = sala__weights_shape(env, c, w, err);
+    int missing = 0, code = sala__weights_plan(env, c, w, err);
     for (int i = 0; i < sala__item_count(c) && code == 0; i++) {
         if (!sala__item_at(c, w, i, &item)) continue;
         sala__tensor *t = sala__checkpoint_find(ck, item.name);
@@ -1992,38 +1864,22 @@ static int sala__weights_bind(const sala__env *env, sala__checkpoint *ck, const 
         else if (missing++ == 0)
             first = item;
     }
-    if (code == 0 && missing == 1)
-        code = sala__fail(err, SALA_E_MODEL, "%s: tensor %s is missing", ck->folder, first.name);
-    if (code == 0 && missing > 1)
-        code = sala__fail(err, SALA_E_MODEL, "%s: tensor %s and %d more are missing", ck->folder,
-                          first.name, missing - 1);
-    if (code == 0 && c->tied) code = sala__bind_tied(ck, w, err);
+    if (code == 0 && missing)
+        code =
+            sala__tensors_fail(ck->folder, first.name, missing, "is missing", "are missing", err);
+    if (code == 0 && c->tied) code = sala__bind_tied(ck, err);
     if (code == 0) code = sala__bind_rest(env, ck, err);
-    if (code == 0) sala__weights_count(c, w);
-    if (code < 0) sala__weights_free(env, w);
+    if (code == 0)
+        sala__weights_finish(c, w);
+    else
+        sala__weights_free(env, w);
     return code;
 }
 
-// Index of the first NaN or infinity, or -1. Blocks are tested without branches, so that the loop
-// runs at the speed of memory.
-static int64_t sala__first_not_finite(const sala_weight *w) {
-    int64_t count = (int64_t)w->n * w->k;
-    uint32_t exponent = w->format == SALA_F32   ? 0x7F800000u
-                        : w->format == SALA_F16 ? 0x7C00u
-                                                : 0x7F80u;
-    const uint16_t *half = (const uint16_t *)w->data;
-    const uint32_t *full = (const uint32_t *)w->data;
-    for (int64_t at = 0; at < count; at += 4096) {
-        int64_t end = count - at < 4096 ? count : at + 4096;
-        uint32_t bad = 0;
-        if (w->format == SALA_F32)
-            for (int64_t i = at; i < end; i++) bad |= (full[i] & exponent) == exponent;
-        else
-            for (int64_t i = at; i < end; i++) bad |= (half[i] & exponent) == exponent;
-        for (int64_t i = at; bad && i < end; i++)
-            if (((w->format == SALA_F32 ? full[i] : half[i]) & exponent) == exponent) return i;
-    }
-    return -1;
+static int sala__element_is_finite(const sala_weight *w, int64_t index) {
+    if (w->format == SALA_F32) return fabsf(((const float *)w->data)[index]) <= FLT_MAX;
+    uint16_t exponent = w->format == SALA_F16 ? 0x7C00 : 0x7F80;
+    return (((const uint16_t *)w->data)[index] & exponent) != exponent;
 }
 
 // Read every weight once. `ck` names the files; NULL for synthetic weights.
@@ -2033,14 +1889,13 @@ static int sala__weights_check(const sala__env *env, const sala__config *c, sala
     int64_t done = 0;
     for (int i = 0; i < sala__item_count(c); i++) {
         if (!sala__item_at(c, w, i, &item)) continue;
-        int64_t at = sala__first_not_finite(item.weight);
-        if (at >= 0) {
-            const sala__tensor *t = ck ? sala__checkpoint_find(ck, item.name) : NULL;
-            return sala__fail(err, SALA_E_MODEL,
-                              "%s: tensor %s: row %lld, column %lld is NaN or infinite",
-                              t ? t->file : "synthetic weights", item.name,
-                              (long long)(at / item.k), (long long)(at % item.k));
-        }
+        const sala__tensor *t = ck ? sala__checkpoint_find(ck, item.name) : NULL;
+        long long at = 0, count = (long long)item.n * item.k;
+        while (at < count && sala__element_is_finite(item.weight, at)) at++;
+        if (at < count)
+            return sala__fail(
+                err, SALA_E_MODEL, "%s: tensor %s: row %lld, column %lld is NaN or infinite",
+                t ? t->file : "synthetic weights", item.name, at / item.k, at % item.k);
         done += sala__weight_bytes(item.weight);
         sala__progress(env, "checking weights", (double)done / (double)w->bytes);
     }
@@ -2056,27 +1911,15 @@ static uint64_t sala__mix64(uint64_t z) { // splitmix64's output function
 }
 
 // out[i] = BF16(offset + scale * u), u uniform in (-1, 1) by a hash of (seed, first_element + i):
-// any range may be filled alone and in any order. One hash gives four elements.
+// any range may be filled alone and in any order. Each hash gives four elements; computing it for
+// each of them leaves a loop that compilers vectorise.
 static void sala__synthetic_fill(uint16_t *out, uint64_t first_element, uint64_t count,
                                  uint64_t seed, float scale, float offset) {
-    enum { GROUPS = 64 };
-    uint64_t hash[GROUPS];
-    int16_t lanes[GROUPS * 4];
-    while (count) {
-        uint64_t group = first_element / 4, skip = first_element % 4;
-        uint64_t n = GROUPS * 4 - skip < count ? GROUPS * 4 - skip : count;
-        for (uint64_t g = 0; g < GROUPS; g++)
-            hash[g] = sala__mix64(seed + (group + g) * 0x9E3779B97F4A7C15u);
-        memcpy(lanes, hash, sizeof lanes);
-        for (uint64_t i = 0; i < n; i++) {
-            float u = ((float)lanes[skip + i] + 0.5f) * (1.0f / 32768.0f);
-            uint32_t bits = sala_f32_bits(offset + scale * u);
-            out[i] = (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >>
-                                16); // sala_f32_bf16 of a finite number
-        }
-        out += n;
-        first_element += n;
-        count -= n;
+    for (uint64_t i = 0; i < count; i++) {
+        uint64_t element = first_element + i;
+        uint64_t hash = sala__mix64(seed + element / 4 * 0x9E3779B97F4A7C15u);
+        float u = ((float)(int16_t)(hash >> element % 4 * 16) + 0.5f) * (1.0f / 32768.0f);
+        out[i] = sala_f32_bf16(offset + scale * u);
     }
 }
 
@@ -2090,8 +1933,7 @@ static void sala__weights_fill(const sala__config *c, sala__weights *w, uint64_t
     sala__item item;
     for (int i = 0; i < sala__item_count(c); i++) {
         if (!sala__item_at(c, w, i, &item)) continue;
-        int layer = i >= 1 && i <= c->dims.layers * SALA__RULES ? (i - 1) / SALA__RULES : -1;
-        const sala__layer *l = layer >= 0 && c->sparse[layer] ? &w->layers[layer] : NULL;
+        const sala__layer *l = item.layer < 0 ? NULL : &w->layers[item.layer];
         double sigma = 1 / sqrt((double)item.k), mean = 0;
         if (item.k == 1)
             sigma = 0.1, mean = 1;
@@ -2099,7 +1941,7 @@ static void sala__weights_fill(const sala__config *c, sala__weights *w, uint64_t
             sigma = 1 / (double)c->dims.embed_scale;
         else if (item.weight == &w->head)
             sigma *= c->dims.logit_divisor;
-        else if (l && (item.weight == &l->q || item.weight == &l->k))
+        else if (l && l->sparse && (item.weight == &l->q || item.weight == &l->k))
             sigma *= 3;
         uint64_t count = (uint64_t)item.n * (uint64_t)item.k, piece = count / (uint64_t)parts;
         uint64_t from = piece * (uint64_t)part, to = part == parts - 1 ? count : from + piece;
@@ -2116,26 +1958,24 @@ static int sala__weights_allocate(const sala__env *env, const sala__config *c, s
     sala__item item;
     int code = sala__weights_plan(env, c, w, err);
     if (code < 0) return code;
-    size_t bytes = 64, at = 0;
-    for (int i = 0; i < sala__item_count(c); i++)
-        if (sala__item_at(c, w, i, &item))
-            bytes += ((size_t)sala__weight_bytes(item.weight) + 63) / 64 * 64;
+    size_t bytes = (size_t)w->bytes + 64 * (size_t)(sala__item_count(c) + 1);
     w->owned = sala__alloc(env, bytes, 1, "synthetic weights", err);
     if (!w->owned) {
         sala__weights_free(env, w);
         return SALA_E_MEMORY;
     }
-    char *base = (char *)w->owned + (64 - (uintptr_t)w->owned % 64) % 64;
+    char *at = (char *)w->owned;
     for (int i = 0; i < sala__item_count(c); i++) {
         if (!sala__item_at(c, w, i, &item)) continue;
-        item.weight->data = base + at;
-        at += ((size_t)sala__weight_bytes(item.weight) + 63) / 64 * 64;
+        at += -(uintptr_t)at % 64;
+        item.weight->data = at;
+        at += sala__weight_bytes(item.weight);
     }
-    if (c->tied) w->head = w->embed;
+    sala__weights_finish(c, w);
     return 0;
 }
 
-/* ------------------------------------------------------------------------------------------------
+/* ----------------------------------------------------------------------------------------------
    [5] TOKENIZER: tokenizer.json (byte-fallback BPE of the Llama family), streaming decode, ChatML
 
    The judge is the Hugging Face `tokenizers` library: for valid UTF-8 the ids are the ones that it
@@ -2143,10 +1983,13 @@ static int sala__weights_allocate(const sala__env *env, const sala__config *c, s
 
      added tokens as they stand -> normaliser -> normalised added tokens -> Metaspace -> BPE
 
-   BPE repeats "join the adjacent pair of lowest rank, leftmost first". Without a pre-tokenizer the
-   whole text is one word, so doing this naively is quadratic. Two things keep it O(n log n):
-   - A text is cut where no merge can ever join, see sala__joins. Words fall out of that.
-   - A short stretch is merged by scanning for the lowest rank, a long one with a heap.
+   BPE repeats "join the adjacent pair of lowest rank, leftmost first". A heap over a linked list
+   does that in O(n log n). Without a pre-tokenizer the whole text is one word, so the text is first
+   cut where no merge can ever join (sala__joins): mostly between words, and the heap stays small.
+
+   Every text can be written, because all 256 byte tokens "<0xNN>" must be there: a character that
+   has no token of its own becomes its bytes, and the unknown token is never needed. What tokenizers
+   of this family do not use is refused by name while loading.
 
    Where we differ from the library, on purpose:
    - Bytes that are not UTF-8 become byte tokens one by one, and byte tokens decode to the bytes
@@ -2155,59 +1998,60 @@ static int sala__weights_allocate(const sala__env *env, const sala__config *c, s
    - Control tokens (special ones, BOS, EOS, the ChatML markers) come out of plain text in no way:
      merges that would build one are dropped. Users cannot forge the end of a turn.
    - A special token that is also "normalized" is left out of decoded text like all special ones.
-   ------------------------------------------------------------------------------------------------ */
+   - White space that an added token with "rstrip" swallows is gone. (The library goes on to search
+     it for added tokens made of white space, and puts those out a second time.)
+   - The ids of added tokens are those of the file, also where it leaves ids out. (The library
+     counts on from the vocabulary.) An id without a token decodes to nothing.
+   ---------------------------------------------------------------------------------------------- */
 
 #define SALA__TOKENIZER_FILE_MAX ((int64_t)64 << 20)
-#define SALA__STEPS 8       // of a normaliser or a decoder
+#define SALA__STEPS 4       // of a normaliser or a decoder
 #define SALA__STEP_TEXT 32  // longest string in a step, bytes
-#define SALA__ADDED_MAX 256 // longest added token, bytes: bounds the work at each byte of a text
-#define SALA__SCAN_MAX 32   // longest stretch that is merged by scanning
+#define SALA__STEP_GROWTH 4 // a step makes a text at most so many times longer
+#define SALA__ADDED_MAX 128 // longest added token, bytes: bounds the work at each byte of a text
 #define SALA__IM_START "<|im_start|>"
 #define SALA__IM_END "<|im_end|>"
 
-enum { // sala__token.flags
-    SALA__TOKEN_USED = 1,
-    SALA__TOKEN_MODEL = 2,       // in model.vocab: BPE may produce it
-    SALA__TOKEN_ADDED = 4,       // in added_tokens
-    SALA__TOKEN_SPECIAL = 8,     // left out of decoded text
-    SALA__TOKEN_CONTROL = 16,    // never made from plain text
-    SALA__TOKEN_NORMALIZED = 32, // added: searched for after the normaliser
-    SALA__TOKEN_LSTRIP = 64,     // added: swallows white space before it
-    SALA__TOKEN_RSTRIP = 128,    // added: swallows white space after it
-    SALA__TOKEN_SINGLE = 256     // added: only where no word character touches it
+enum {                           // sala__token.flags; 0: no token has this id
+    SALA__TOKEN_MODEL = 1,       // in model.vocab: BPE may produce it
+    SALA__TOKEN_ADDED = 2,       // in added_tokens
+    SALA__TOKEN_SPECIAL = 4,     // left out of decoded text
+    SALA__TOKEN_CONTROL = 8,     // never made from plain text
+    SALA__TOKEN_NORMALIZED = 16, // added: searched for after the normaliser
+    SALA__TOKEN_LSTRIP = 32,     // added: swallows white space before it
+    SALA__TOKEN_RSTRIP = 64,     // added: swallows white space after it
+    SALA__TOKEN_BYTE = 128       // "<0xNN>"
 };
 
 typedef struct sala__token {
     uint32_t text, text_size;   // its string, in tokenizer.names
-    uint32_t shown, shown_size; // what it decodes to unless it comes first, in tokenizer.names
+    uint32_t shown, shown_size; // what it decodes to, in tokenizer.names
     uint32_t flags;
 } sala__token;
 
-typedef struct sala__added { // a pattern to search a text for
-    const char *text;        // [size]
-    uint32_t size;
-    int32_t id;
-} sala__added;
+typedef struct sala__trie_node {
+    int32_t id;    // of the added token that ends here, or -1
+    int32_t child; // first node one byte deeper, or -1
+    int32_t next;  // sibling, or -1
+    int32_t byte;
+} sala__trie_node;
 
-typedef struct sala__added_list { // sorted by bytes
-    sala__added *items;           // [count]
-    int32_t count;
-    sala__string bytes; // all patterns, one after the other
-    int32_t first[257]; // items[first[b] .. first[b + 1]) begin with byte b
-} sala__added_list;
+typedef struct sala__trie { // added tokens, byte by byte
+    sala__trie_node *nodes; // [count] the first 256 are the first bytes
+    size_t count, capacity;
+} sala__trie;
 
-enum { SALA__PREPEND, SALA__REPLACE, SALA__STRIP, SALA__METASPACE };
-enum { SALA__PREFIX_ALWAYS, SALA__PREFIX_FIRST, SALA__PREFIX_NEVER };
-
-typedef struct sala__step { // of a normaliser or a decoder, or the pre-tokenizer
-    int type;
+typedef struct sala__step { // replace `from` by `to`; if `from` is empty, put `to` in front
     int from_size, to_size;
-    int count;                  // STRIP: at most so many characters
-    int prefix;                 // METASPACE: SALA__PREFIX_*
-    int split;                  // METASPACE: cut before each replacement character
-    char from[SALA__STEP_TEXT]; // REPLACE: pattern; STRIP, METASPACE: the character
-    char to[SALA__STEP_TEXT];   // REPLACE, PREPEND: what comes in
+    char from[SALA__STEP_TEXT], to[SALA__STEP_TEXT];
 } sala__step;
+
+typedef struct sala__steps {
+    sala__step items[SALA__STEPS]; // [count]
+    int count;
+} sala__steps;
+
+enum { SALA__PREFIX_NEVER, SALA__PREFIX_FIRST, SALA__PREFIX_ALWAYS };
 
 typedef struct sala__merge { // a slot of the hash of merges; empty when id < 0
     int32_t left, right;     // token ids
@@ -2217,35 +2061,25 @@ typedef struct sala__merge { // a slot of the hash of merges; empty when id < 0
 
 typedef struct sala__tokenizer {
     const sala__env *env;
-    const char *where;   // for messages while loading
     int32_t limit;       // rows of the embedding: ids are below it
     int32_t size;        // highest id + 1
     sala__token *tokens; // [limit]
     sala__string names;  // all strings of tokens
     int32_t *by_name;    // [by_name_mask + 1] hash of token strings, -1: empty
     uint32_t by_name_mask;
-
-    int32_t pages[0x1100]; // code point / 256 -> page of `chars`, or -1
-    int32_t *chars;        // [pages, 256] the token of a single character, or -1; page 0 is ASCII
-    size_t chars_size, chars_capacity;
-    int32_t bytes[256]; // the token "<0xNN>", or -1
-    int byte_fallback, fuse_unk, ignore_merges;
-    int32_t unk; // or -1
+    int32_t bytes[256]; // the tokens "<0xNN>"
 
     sala__merge *merges; // [merges_mask + 1]
     uint32_t merges_mask;
-    uint64_t *merges_filter; // [(filter_mask + 1) / 64] bit of a pair's hash: is perhaps in merges
-    uint64_t *joins_filter;  // [(filter_mask + 1) / 64] likewise for sala__joins
-    uint32_t filter_mask;
+    uint64_t *joins; // [(joins_mask + 1) / 64] bits, see sala__joins
+    uint32_t joins_mask;
 
-    sala__added_list raw,
-        normalized; // added tokens that are searched for before and after the normaliser
-    sala__step normalizer[SALA__STEPS], decoder[SALA__STEPS], metaspace, strip;
-    int normalizer_count, decoder_count;
-    int has_metaspace; // a pre-tokenizer
-    int join_spaces;   // no decoder: tokens are separated by spaces
-    int decode_bytes;  // "<0xNN>" is a byte
-    int has_strip;     // `strip` applies to the whole decoded text
+    sala__trie added[2]; // what is searched for before and after the normaliser
+    sala__steps normalizer, decoder;
+    sala__step metaspace; // the pre-tokenizer: space -> mark; from_size is 0 where there is none
+    int prefix;           // SALA__PREFIX_*: where Metaspace puts the mark in front
+    int split;            // Metaspace cuts before each mark
+    int strip_space;      // a decoded text loses one space at its front
 
     int32_t bos, eos;          // or -1
     int add_bos;               // the model's files ask for BOS
@@ -2295,104 +2129,17 @@ static int sala__utf8_partial(const unsigned char *p, size_t size) {
     return 0;
 }
 
-static int sala__utf8_valid(const char *text, size_t size) {
-    const unsigned char *p = (const unsigned char *)text;
-    uint32_t code;
-    for (size_t i = 0; i < size;) {
-        int n = sala__utf8_get(p + i, size - i, &code);
-        if (n == 0) return 0;
-        i += (size_t)n;
-    }
-    return 1;
-}
-
 static int sala__is_space(uint32_t c) { // Unicode White_Space
     if (c < 0x80) return c == ' ' || (c >= 9 && c <= 13);
     return c == 0x85 || c == 0xA0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200A) || c == 0x2028 ||
            c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
 }
 
-// Word characters (the library's \w, Unicode 16): lengths of runs, alternately of characters that
-// are none and that are.
-// clang-format off
-static const uint16_t sala__word_runs[] = {
-    48, 10, 7, 26, 4, 1, 1, 26, 47, 1, 10, 1, 4, 1, 5, 23, 1, 31, 1, 458, 4, 12, 14, 5, 7, 1, 1, 1,
-    17, 117, 1, 2, 2, 4, 1, 1, 6, 1, 1, 3, 1, 1, 1, 20, 1, 83, 1, 139, 1, 173, 1, 38, 2, 1, 6, 41,
-    8, 45, 1, 1, 1, 2, 1, 2, 1, 1, 8, 27, 4, 4, 29, 11, 5, 74, 4, 102, 1, 8, 2, 10, 1, 19, 2, 1,
-    16, 59, 2, 101, 14, 54, 4, 1, 2, 1, 2, 46, 18, 28, 4, 11, 5, 24, 1, 6, 8, 75, 1, 129, 2, 10, 1,
-    19, 1, 8, 2, 2, 2, 22, 1, 7, 1, 1, 3, 4, 2, 9, 2, 2, 2, 4, 8, 1, 4, 2, 1, 5, 2, 12, 10, 1, 1,
-    1, 2, 3, 1, 6, 4, 2, 2, 22, 1, 7, 1, 2, 1, 2, 1, 2, 2, 1, 1, 5, 4, 2, 2, 3, 3, 1, 7, 4, 1, 1,
-    7, 16, 11, 3, 1, 9, 1, 3, 1, 22, 1, 7, 1, 2, 1, 5, 2, 10, 1, 3, 1, 3, 2, 1, 15, 4, 2, 10, 9, 7,
-    1, 3, 1, 8, 2, 2, 2, 22, 1, 7, 1, 2, 1, 5, 2, 9, 2, 2, 2, 3, 7, 3, 4, 2, 1, 5, 2, 10, 1, 1, 16,
-    2, 1, 6, 3, 3, 1, 4, 3, 2, 1, 1, 1, 2, 3, 2, 3, 3, 3, 12, 4, 5, 3, 3, 1, 4, 2, 1, 6, 1, 14, 10,
-    16, 13, 1, 3, 1, 23, 1, 16, 2, 9, 1, 3, 1, 4, 7, 2, 1, 3, 2, 1, 2, 4, 2, 10, 16, 4, 1, 8, 1, 3,
-    1, 23, 1, 10, 1, 5, 2, 9, 1, 3, 1, 4, 7, 2, 6, 2, 1, 4, 2, 10, 1, 3, 12, 13, 1, 3, 1, 51, 1, 3,
-    1, 5, 5, 4, 7, 5, 2, 10, 10, 6, 1, 3, 1, 18, 3, 24, 1, 9, 1, 1, 2, 7, 3, 1, 4, 6, 1, 1, 1, 8,
-    6, 10, 2, 2, 13, 58, 5, 15, 1, 10, 39, 2, 1, 1, 1, 5, 1, 24, 1, 1, 1, 23, 2, 5, 1, 1, 1, 7, 1,
-    10, 2, 4, 32, 1, 23, 2, 6, 10, 11, 1, 1, 1, 1, 1, 4, 10, 1, 36, 4, 20, 1, 18, 1, 36, 9, 1, 57,
-    74, 6, 78, 2, 38, 1, 1, 5, 1, 2, 43, 1, 333, 1, 4, 2, 7, 1, 1, 1, 4, 2, 41, 1, 4, 2, 33, 1, 4,
-    2, 7, 1, 1, 1, 4, 2, 15, 1, 57, 1, 4, 2, 67, 2, 3, 32, 16, 16, 86, 2, 6, 3, 620, 2, 17, 1, 26,
-    5, 75, 3, 11, 7, 22, 9, 22, 11, 20, 12, 13, 1, 3, 1, 2, 12, 84, 3, 1, 4, 2, 2, 10, 33, 3, 1,
-    11, 6, 89, 7, 43, 5, 70, 10, 31, 1, 12, 4, 12, 10, 40, 2, 5, 11, 44, 4, 26, 6, 10, 38, 28, 4,
-    63, 1, 29, 2, 11, 6, 10, 13, 1, 8, 31, 49, 77, 3, 10, 17, 9, 12, 116, 12, 56, 8, 10, 3, 49, 2,
-    11, 5, 43, 2, 3, 16, 3, 1, 39, 5, 534, 2, 6, 2, 38, 2, 6, 2, 8, 1, 1, 1, 1, 1, 1, 1, 31, 2, 53,
-    1, 7, 1, 1, 3, 3, 1, 7, 3, 4, 2, 6, 4, 13, 5, 3, 1, 7, 15, 2, 49, 2, 19, 1, 28, 1, 13, 1, 16,
-    13, 51, 33, 17, 1, 4, 1, 2, 10, 1, 1, 3, 5, 6, 1, 1, 1, 1, 1, 1, 4, 1, 11, 2, 4, 5, 5, 4, 1,
-    17, 41, 813, 52, 1814, 229, 6, 9, 12, 38, 1, 1, 5, 1, 2, 56, 7, 1, 15, 24, 9, 7, 1, 7, 1, 7, 1,
-    7, 1, 7, 1, 7, 1, 7, 1, 7, 1, 32, 47, 1, 469, 3, 25, 15, 1, 5, 2, 5, 4, 86, 2, 2, 2, 3, 1, 90,
-    1, 4, 5, 43, 1, 94, 17, 32, 48, 16, 512, 6592, 64, 22157, 67, 46, 2, 269, 3, 28, 20, 51, 1, 10,
-    1, 115, 37, 9, 2, 103, 2, 67, 2, 2, 1, 1, 1, 8, 21, 54, 4, 1, 19, 52, 12, 70, 10, 10, 6, 24, 3,
-    1, 1, 49, 2, 36, 12, 29, 3, 65, 14, 11, 6, 31, 1, 55, 9, 14, 2, 10, 6, 23, 3, 73, 24, 3, 2, 16,
-    2, 5, 10, 6, 2, 6, 2, 6, 9, 7, 1, 7, 1, 43, 1, 14, 6, 123, 1, 2, 2, 10, 6, 11172, 12, 23, 4,
-    49, 8452, 366, 2, 106, 38, 7, 12, 5, 5, 12, 1, 13, 1, 5, 1, 1, 1, 2, 1, 2, 1, 108, 33, 363, 18,
-    64, 2, 54, 40, 12, 4, 16, 16, 16, 3, 2, 24, 3, 32, 5, 1, 135, 19, 10, 7, 26, 4, 1, 1, 26, 11,
-    89, 3, 6, 2, 6, 2, 6, 2, 3, 35, 12, 1, 26, 1, 19, 1, 2, 1, 15, 2, 14, 34, 123, 69, 53, 136, 1,
-    130, 29, 3, 49, 15, 1, 31, 32, 13, 30, 5, 43, 5, 30, 2, 36, 4, 8, 1, 5, 42, 158, 2, 10, 6, 36,
-    4, 36, 4, 40, 8, 52, 12, 11, 1, 15, 1, 7, 1, 2, 1, 11, 1, 15, 1, 7, 1, 2, 3, 52, 12, 311, 9,
-    22, 10, 8, 24, 6, 1, 42, 1, 9, 69, 6, 2, 1, 1, 44, 1, 2, 3, 1, 2, 23, 10, 23, 9, 31, 65, 19, 1,
-    2, 10, 22, 10, 26, 70, 56, 6, 2, 64, 4, 1, 2, 5, 8, 1, 3, 1, 29, 2, 3, 4, 1, 32, 29, 3, 29, 35,
-    8, 1, 30, 25, 54, 10, 22, 10, 19, 13, 18, 110, 73, 55, 51, 13, 51, 13, 40, 8, 10, 6, 38, 3, 5,
-    1, 23, 250, 42, 1, 2, 3, 2, 16, 3, 55, 33, 10, 1, 8, 33, 31, 22, 42, 21, 27, 23, 9, 71, 31, 16,
-    9, 60, 7, 1, 13, 25, 7, 10, 6, 53, 1, 10, 4, 4, 8, 36, 2, 1, 9, 69, 4, 4, 1, 13, 1, 1, 35, 18,
-    1, 37, 6, 4, 62, 7, 1, 1, 1, 4, 1, 15, 1, 10, 7, 59, 5, 10, 6, 4, 1, 8, 2, 2, 2, 22, 1, 7, 1,
-    2, 1, 5, 1, 10, 2, 2, 2, 3, 2, 1, 6, 1, 5, 7, 2, 7, 3, 5, 11, 10, 1, 1, 2, 1, 1, 38, 1, 10, 1,
-    1, 2, 1, 1, 4, 1, 8, 13, 2, 29, 75, 5, 10, 4, 4, 30, 70, 1, 1, 8, 10, 166, 54, 2, 9, 23, 6, 34,
-    65, 3, 1, 11, 10, 38, 57, 7, 10, 6, 20, 28, 27, 2, 15, 4, 10, 6, 7, 185, 59, 101, 74, 21, 8, 2,
-    1, 2, 8, 1, 2, 1, 30, 1, 2, 2, 9, 12, 10, 70, 8, 2, 46, 2, 8, 1, 2, 27, 63, 8, 1, 8, 74, 3, 1,
-    18, 73, 199, 33, 15, 10, 6, 9, 1, 45, 1, 9, 15, 10, 24, 30, 2, 22, 1, 14, 73, 7, 1, 2, 1, 44,
-    3, 1, 1, 2, 1, 9, 8, 10, 6, 6, 1, 2, 1, 37, 1, 2, 1, 6, 7, 10, 310, 23, 9, 17, 1, 41, 3, 5, 13,
-    11, 85, 1, 79, 922, 102, 111, 17, 196, 2636, 97, 15, 1072, 16, 22, 10, 3995, 5, 583, 6841, 58,
-    1734, 569, 7, 31, 1, 10, 6, 79, 1, 10, 6, 30, 2, 5, 11, 55, 9, 4, 12, 10, 9, 21, 5, 19, 432,
-    45, 3, 10, 198, 64, 128, 75, 4, 57, 7, 17, 64, 2, 1, 2, 11, 2, 14, 6136, 8, 1238, 41, 10, 8935,
-    4, 1, 7, 1, 2, 1, 291, 15, 1, 29, 3, 2, 1, 14, 4, 8, 396, 2308, 107, 5, 13, 3, 9, 7, 10, 3, 2,
-    4177, 10, 518, 46, 2, 23, 542, 5, 3, 6, 8, 8, 2, 7, 30, 4, 148, 3, 443, 85, 1, 71, 1, 2, 2, 1,
-    2, 2, 2, 4, 1, 12, 1, 1, 1, 7, 1, 65, 1, 4, 2, 8, 1, 7, 1, 28, 1, 4, 1, 5, 1, 1, 3, 7, 1, 340,
-    2, 25, 1, 25, 1, 31, 1, 25, 1, 31, 1, 25, 1, 31, 1, 25, 1, 31, 1, 25, 1, 8, 2, 50, 512, 55, 4,
-    50, 8, 1, 14, 1, 22, 5, 1, 15, 1104, 31, 6, 6, 213, 7, 1, 17, 2, 7, 1, 2, 1, 5, 5, 62, 33, 1,
-    112, 45, 3, 14, 2, 10, 4, 1, 321, 31, 17, 58, 470, 42, 214, 43, 485, 7, 1, 4, 1, 2, 1, 15, 1,
-    197, 11, 7, 41, 76, 4, 10, 1190, 4, 1, 27, 1, 2, 1, 1, 2, 1, 1, 10, 1, 4, 1, 1, 1, 1, 6, 1, 4,
-    1, 1, 1, 1, 1, 1, 3, 1, 2, 1, 1, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 1, 1, 2, 4, 1, 7, 1, 4, 1,
-    4, 1, 1, 1, 10, 1, 17, 5, 3, 1, 5, 1, 17, 628, 26, 6, 26, 6, 26, 2662, 10, 1030, 42720, 32,
-    4154, 6, 222, 2, 5762, 14, 7473, 15, 622, 2466, 542, 1506, 4939, 5, 4192, 65535, 0, 65535, 0,
-    65535, 0, 65535, 0, 65535, 0, 65535, 0, 65535, 0, 65535, 0, 65535, 0, 65535, 0, 56666, 240,
-};
-// clang-format on
-
-static int sala__is_word(uint32_t c) {
-    uint32_t end = 0;
-    if (c < 0x80) {
-        return (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') ||
-               c == '_';
-    }
-    if (c >= 0xE01F0) return 0; // the table ends here
-    for (size_t i = 0; i < sizeof sala__word_runs / sizeof *sala__word_runs; i++) {
-        end += sala__word_runs[i];
-        if (c < end) return (int)(i & 1);
-    }
-    return 0;
-}
-
 // ---- steps: the small string operations that normalisers and decoders are made of ----
+
+static int sala__starts(const char *text, size_t size, const char *with, int with_size) {
+    return size >= (size_t)with_size && memcmp(text, with, (size_t)with_size) == 0;
+}
 
 // Append text with each `from` replaced by `to`, left to right without overlap.
 static int sala__replace(const sala__env *env, const sala__step *s, const char *text, size_t size,
@@ -2414,49 +2161,24 @@ static int sala__replace(const sala__env *env, const sala__step *s, const char *
     return code < 0 ? code : sala__append(env, out, text + at, size - at, err);
 }
 
-static int sala__starts(const char *text, size_t size, const char *with, int with_size) {
-    return size >= (size_t)with_size && memcmp(text, with, (size_t)with_size) == 0;
-}
-
-// One step on `text`, appended to `out`. `first`: the text is the first token of a decode.
-static int sala__run_step(const sala__env *env, const sala__step *s, const char *text, size_t size,
-                          int first, sala__string *out, sala_error *err) {
-    sala__step drop;
-    int code;
-    switch (s->type) {
-    case SALA__PREPEND:
-        if (size == 0) return sala__append(env, out, "", 0, err);
-        code = sala__append(env, out, s->to, (size_t)s->to_size, err);
-        return code < 0 ? code : sala__append(env, out, text, size, err);
-    case SALA__STRIP:
-        for (int i = 0; i < s->count && sala__starts(text, size, s->from, s->from_size); i++) {
-            text += s->from_size;
-            size -= (size_t)s->from_size;
-        }
-        return sala__append(env, out, text, size, err);
-    case SALA__METASPACE: // as a decoder: a space, or nothing at all in the first token
-        drop = *s;
-        drop.to[0] = ' ';
-        drop.to_size = first && s->prefix != SALA__PREFIX_NEVER ? 0 : 1;
-        return sala__replace(env, &drop, text, size, out, err);
-    default: return sala__replace(env, s, text, size, out, err);
-    }
-}
-
-// All steps, one after the other; the result is in *out, *spare is working space. Both are
-// overwritten.
-static int sala__run_steps(const sala__env *env, const sala__step *steps, int count,
-                           const char *text, size_t size, int first, sala__string *out,
-                           sala__string *spare, sala_error *err) {
+// All steps (NULL: none), one after the other; the result is in *out, *spare is working space. Both
+// are overwritten.
+static int sala__run_steps(const sala__env *env, const sala__steps *steps, const char *text,
+                           size_t size, sala__string *out, sala__string *spare, sala_error *err) {
     out->size = 0;
-    int code = count ? 0 : sala__append(env, out, text, size, err);
-    for (int i = 0; i < count && code >= 0; i++) {
+    int code = sala__append(env, out, text, size, err);
+    for (int i = 0; steps && i < steps->count && code >= 0; i++) {
+        const sala__step *s = &steps->items[i];
         sala__string swap = *out;
         *out = *spare;
         *spare = swap; // holds the text so far
         out->size = 0;
-        code = i == 0 ? sala__run_step(env, &steps[i], text, size, first, out, err)
-                      : sala__run_step(env, &steps[i], spare->data, spare->size, first, out, err);
+        if (s->from_size) {
+            code = sala__replace(env, s, spare->data, spare->size, out, err);
+        } else { // nothing is put in front of nothing
+            code = sala__append(env, out, s->to, spare->size ? (size_t)s->to_size : 0, err);
+            if (code >= 0) code = sala__append(env, out, spare->data, spare->size, err);
+        }
     }
     return code;
 }
@@ -2468,17 +2190,12 @@ static uint32_t sala__hash_pair(int32_t a, int32_t b) {
     return (uint32_t)(h >> 32) ^ (uint32_t)(h >> 11);
 }
 
-static int sala__filter_has(const uint64_t *filter, uint32_t bit) {
-    return (int)(filter[bit >> 6] >> (bit & 63) & 1);
-}
-
-// The merge of two adjacent symbols, or NULL.
-static const sala__merge *sala__find_merge(const sala__tokenizer *t, int32_t left, int32_t right) {
-    uint32_t h = sala__hash_pair(left, right);
-    if (!sala__filter_has(t->merges_filter, h & t->filter_mask)) return NULL;
-    for (uint32_t i = h & t->merges_mask; t->merges[i].id >= 0; i = (i + 1) & t->merges_mask)
-        if (t->merges[i].left == left && t->merges[i].right == right) return &t->merges[i];
-    return NULL;
+// The slot of a pair in merges: its own, or the empty one where it belongs.
+static sala__merge *sala__merge_slot(const sala__tokenizer *t, int32_t left, int32_t right) {
+    uint32_t i = sala__hash_pair(left, right) & t->merges_mask;
+    while (t->merges[i].id >= 0 && (t->merges[i].left != left || t->merges[i].right != right))
+        i = (i + 1) & t->merges_mask;
+    return &t->merges[i];
 }
 
 /*  Can a merge ever join what is left of the border between the initial symbols a and b with what
@@ -2486,15 +2203,16 @@ static const sala__merge *sala__find_merge(const sala__tokenizer *t, int32_t lef
     exist.
 
     Proof. A symbol is a run of initial symbols. Suppose that some merge (L, R) is the first to
-    cross the border; then L ends with the initial symbol a and R begins with b. When no merge names
-    a byte token or the unknown token as a part (sala__load_joins checks it, and otherwise lets
-    everything join), symbols that take part in merges consist of single-character tokens only, and
-    their token's string is the string of those characters. So a is the token of the last character
-    of L's string and b the token of the first character of R's: exactly such pairs are in the
-    filter. It is a hash set without false negatives; a false positive only makes a stretch longer.
-    Merges on one side do not depend on the other: each side does its own lowest ranks first. */
+    cross the border; then L ends with the initial symbol a and R begins with b. No merge names a
+    byte token as a part (loading refuses that), so a symbol that takes part in merges consists of
+    single-character tokens only, and its token's string is the string of those characters. So a is
+    the token of the last character of L's string, b that of the first character of R's: exactly
+    such pairs are in the hash set `joins`. It has no false negatives; a false positive only makes a
+    stretch longer. Merges on one side do not depend on the other: each does its own lowest ranks
+    first. */
 static int sala__joins(const sala__tokenizer *t, int32_t a, int32_t b) {
-    return sala__filter_has(t->joins_filter, sala__hash_pair(a, b) & t->filter_mask);
+    uint32_t bit = sala__hash_pair(a, b) & t->joins_mask;
+    return (int)(t->joins[bit >> 6] >> (bit & 63) & 1);
 }
 
 static uint32_t sala__hash_text(const char *text, size_t size) { // FNV-1a
@@ -2518,74 +2236,79 @@ static int32_t sala__find_token(const sala__tokenizer *t, const char *text, size
     return t->by_name[sala__name_slot(t, text, size)];
 }
 
-static int32_t sala__find_model_token(const sala__tokenizer *t, const char *text, size_t size) {
+// The id of a token that BPE may put out for plain text, or -1.
+static int32_t sala__find_plain(const sala__tokenizer *t, const char *text, size_t size) {
     int32_t id = sala__find_token(t, text, size);
-    return id >= 0 && (t->tokens[id].flags & SALA__TOKEN_MODEL) ? id : -1;
+    if (id < 0) return -1;
+    uint32_t flags = t->tokens[id].flags & (SALA__TOKEN_MODEL | SALA__TOKEN_CONTROL);
+    return flags == SALA__TOKEN_MODEL ? id : -1;
 }
 
-static int32_t sala__char_token(const sala__tokenizer *t, uint32_t code) {
-    int32_t page = t->pages[code >> 8];
-    return page < 0 ? -1 : t->chars[(size_t)page * 256 + (code & 255)];
+static int32_t sala__trie_child(const sala__trie *trie, int32_t node, char byte) {
+    int32_t c = trie->nodes[node].child;
+    while (c >= 0 && trie->nodes[c].byte != (unsigned char)byte) c = trie->nodes[c].next;
+    return c;
+}
+
+// The longest added token that begins at p, or -1; `*length` becomes its bytes.
+static int32_t sala__match_added(const sala__trie *trie, const char *p, size_t size,
+                                 size_t *length) {
+    int32_t node = (unsigned char)p[0], best = -1;
+    if (trie->count == 0) return -1;
+    for (size_t depth = 1; node >= 0; depth++) {
+        if (trie->nodes[node].id >= 0) {
+            best = trie->nodes[node].id;
+            *length = depth;
+        }
+        if (depth == size) break;
+        node = sala__trie_child(trie, node, p[depth]);
+    }
+    return best;
 }
 
 // ---- BPE ----
 
+typedef struct sala__symbol {
+    int32_t id;         // -1: was joined to the symbol before it
+    int32_t prev, next; // positions of the neighbours; -1 and the count: none
+} sala__symbol;
+
 typedef struct sala__encoder {
     const sala__tokenizer *t;
-    const sala__env *env;
     sala_error *err;
     int special;  // SALA_PARSE_SPECIAL
     int32_t *ids; // [count] the result
     size_t count, capacity;
-    int32_t *symbols; // [symbol_count] the stretch that is being collected
+    sala__symbol *symbols; // [symbol_count] the stretch that is being collected
     size_t symbol_count, symbol_capacity;
+    uint64_t *heap; // [heap_count] rank << 32 | position of the left symbol
+    size_t heap_count, heap_capacity;
     sala__string text, spare, piece;
 } sala__encoder;
 
 static int sala__push_id(sala__encoder *e, int32_t id) {
-    if (e->count == e->capacity) {
-        int code = sala__grow(e->env, (void **)&e->ids, &e->capacity, e->count + 1, sizeof *e->ids,
-                              "tokens", e->err);
-        if (code < 0) return code;
-    }
+    int code = sala__grow(e->t->env, (void **)&e->ids, &e->capacity, e->count + 1, sizeof *e->ids,
+                          "tokens", e->err);
+    if (code < 0) return code;
     e->ids[e->count++] = id;
     return 0;
 }
 
-// Merge ids[0 .. n), n <= SALA__SCAN_MAX, in place; returns how many are left.
-static size_t sala__merge_scan(const sala__tokenizer *t, int32_t *ids, size_t n) {
-    const sala__merge *m[SALA__SCAN_MAX]; // m[i]: the merge of i and i + 1
-    for (size_t i = 0; i + 1 < n; i++) m[i] = sala__find_merge(t, ids[i], ids[i + 1]);
-    for (;;) {
-        size_t best = n;
-        uint32_t rank = UINT32_MAX;
-        for (size_t i = 0; i + 1 < n; i++) {
-            if (m[i] && m[i]->rank < rank) {
-                rank = m[i]->rank;
-                best = i;
-            }
-        }
-        if (best == n) return n;
-        ids[best] = m[best]->id;
-        n--;
-        for (size_t i = best + 1; i < n; i++) {
-            ids[i] = ids[i + 1];
-            m[i - 1] = m[i];
-        }
-        if (best > 0) m[best - 1] = sala__find_merge(t, ids[best - 1], ids[best]);
-        if (best + 1 < n) m[best] = sala__find_merge(t, ids[best], ids[best + 1]);
-    }
+// Put the merge of the symbol at `left` and the next one, if there is one, into the heap.
+static void sala__heap_push(sala__encoder *e, int32_t left) {
+    const sala__symbol *s = e->symbols;
+    if (s[left].next == (int32_t)e->symbol_count) return;
+    const sala__merge *m = sala__merge_slot(e->t, s[left].id, s[s[left].next].id);
+    if (m->id < 0) return;
+    uint64_t key = (uint64_t)m->rank << 32 | (uint32_t)left;
+    size_t i = e->heap_count++;
+    for (; i > 0 && e->heap[(i - 1) / 2] > key; i = (i - 1) / 2) e->heap[i] = e->heap[(i - 1) / 2];
+    e->heap[i] = key;
 }
 
-static void sala__heap_push(uint64_t *heap, size_t *count, uint64_t key) {
-    size_t i = (*count)++;
-    for (; i > 0 && heap[(i - 1) / 2] > key; i = (i - 1) / 2) heap[i] = heap[(i - 1) / 2];
-    heap[i] = key;
-}
-
-static uint64_t sala__heap_pop(uint64_t *heap, size_t *count) {
-    uint64_t top = heap[0], key = heap[--*count];
-    size_t n = *count, i = 0;
+static uint64_t sala__heap_pop(sala__encoder *e) {
+    uint64_t *heap = e->heap, top = heap[0], key = heap[--e->heap_count];
+    size_t n = e->heap_count, i = 0;
     for (size_t c = 1; c < n; c = 2 * i + 1) {
         if (c + 1 < n && heap[c + 1] < heap[c]) c++;
         if (heap[c] >= key) break;
@@ -2596,336 +2319,145 @@ static uint64_t sala__heap_pop(uint64_t *heap, size_t *count) {
     return top;
 }
 
-// Merge any number of symbols in place, in O(n log n). `*n` becomes how many are left. The heap
-// holds rank << 32 | position of the left symbol; an entry is stale when the pair that now stands
-// there has another rank.
-static int sala__merge_heap(sala__encoder *e, int32_t *ids, size_t *n) {
-    const sala__tokenizer *t = e->t;
-    // A merge takes one entry and puts in at most two, so there are never more than 2n.
-    char *block = (char *)sala__alloc(e->env, *n, 2 * sizeof(uint64_t) + 2 * sizeof(uint32_t),
-                                      "merging", e->err);
-    if (!block) return SALA_E_MEMORY;
-    uint64_t *heap = (uint64_t *)(void *)block;                               // [2n]
-    uint32_t *next = (uint32_t *)(void *)(block + *n * 2 * sizeof(uint64_t)); // [n], n: none
-    uint32_t *prev = next + *n; // [n], UINT32_MAX: none
-    uint32_t end = (uint32_t)*n;
-    size_t count = 0, left = 0;
-    for (uint32_t i = 0; i < end; i++) {
-        const sala__merge *m = i + 1 < end ? sala__find_merge(t, ids[i], ids[i + 1]) : NULL;
-        next[i] = i + 1;
-        prev[i] = i - 1;
-        if (m) sala__heap_push(heap, &count, (uint64_t)m->rank << 32 | i);
-    }
-    while (count) {
-        uint64_t key = sala__heap_pop(heap, &count);
-        uint32_t i = (uint32_t)key, k = next[i];
-        if (ids[i] < 0 || k == end) continue;
-        const sala__merge *m = sala__find_merge(t, ids[i], ids[k]);
-        if (!m || m->rank != key >> 32) continue;
-        ids[i] = m->id;
-        ids[k] = -1;
-        next[i] = next[k];
-        if (next[i] < end) {
-            prev[next[i]] = i;
-            m = sala__find_merge(t, ids[i], ids[next[i]]);
-            if (m) sala__heap_push(heap, &count, (uint64_t)m->rank << 32 | i);
-        }
-        if (prev[i] != UINT32_MAX) {
-            m = sala__find_merge(t, ids[prev[i]], ids[i]);
-            if (m) sala__heap_push(heap, &count, (uint64_t)m->rank << 32 | prev[i]);
-        }
-    }
-    for (size_t i = 0; i < *n; i++)
-        if (ids[i] >= 0) ids[left++] = ids[i];
-    *n = left;
-    sala__release(e->env, block);
-    return 0;
-}
-
 // Merge the stretch that was collected, and put it out.
 static int sala__flush_symbols(sala__encoder *e) {
-    size_t n = e->symbol_count;
-    int code = 0;
-    e->symbol_count = 0;
-    if (n > SALA__SCAN_MAX) {
-        if ((code = sala__merge_heap(e, e->symbols, &n)) < 0) return code;
-    } else if (n > 1) {
-        n = sala__merge_scan(e->t, e->symbols, n);
+    sala__symbol *s = e->symbols;
+    int32_t n = (int32_t)e->symbol_count;
+    // A merge takes one entry and puts in at most two, so there are never more than 2n.
+    int code = sala__grow(e->t->env, (void **)&e->heap, &e->heap_capacity, 2 * e->symbol_count,
+                          sizeof *e->heap, "merging", e->err);
+    if (code < 0) return code;
+    for (int32_t i = 0; i < n; i++) sala__heap_push(e, i);
+    while (e->heap_count) {
+        uint64_t key = sala__heap_pop(e);
+        int32_t i = (int32_t)(uint32_t)key, k = s[i].next;
+        if (s[i].id < 0 || k == n) continue;
+        const sala__merge *m = sala__merge_slot(e->t, s[i].id, s[k].id);
+        if (m->id < 0 || m->rank != key >> 32) continue; // another pair stands here by now
+        s[i].id = m->id;
+        s[k].id = -1;
+        s[i].next = s[k].next;
+        if (s[i].next < n) s[s[i].next].prev = i;
+        sala__heap_push(e, i);
+        if (s[i].prev >= 0) sala__heap_push(e, s[i].prev);
     }
-    for (size_t i = 0; i < n && code >= 0; i++) code = sala__push_id(e, e->symbols[i]);
+    for (int32_t i = 0; i < n && code >= 0; i = s[i].next) code = sala__push_id(e, s[i].id);
+    e->symbol_count = 0;
     return code;
 }
 
 static int sala__push_symbol(sala__encoder *e, int32_t id) {
     int code = 0;
-    if (e->symbol_count && !sala__joins(e->t, e->symbols[e->symbol_count - 1], id))
+    if (e->symbol_count && !sala__joins(e->t, e->symbols[e->symbol_count - 1].id, id))
         code = sala__flush_symbols(e);
-    if (code >= 0 && e->symbol_count == e->symbol_capacity)
-        code = sala__grow(e->env, (void **)&e->symbols, &e->symbol_capacity, e->symbol_count + 1,
+    if (code >= 0)
+        code = sala__grow(e->t->env, (void **)&e->symbols, &e->symbol_capacity, e->symbol_count + 1,
                           sizeof *e->symbols, "symbols", e->err);
-    if (code >= 0) e->symbols[e->symbol_count++] = id;
-    return code;
+    if (code < 0) return code;
+    int32_t at = (int32_t)e->symbol_count++;
+    e->symbols[at].id = id;
+    e->symbols[at].prev = at - 1;
+    e->symbols[at].next = at + 1;
+    return 0;
 }
 
-// A character (or one byte that is not UTF-8) that has no token. Bytes if all of them have tokens;
-// else it is unknown. `*unknown` counts the unknown tokens that are due; the library holds them
-// back until the next character that has a token, even past byte tokens, and so do we.
-static int sala__push_missing(sala__encoder *e, const unsigned char *p, int size, size_t *unknown) {
+// The pre-tokenizer and BPE. `start`: the piece begins where the whole text begins.
+static int sala__encode_piece(sala__encoder *e, const char *text, size_t size, int start) {
     const sala__tokenizer *t = e->t;
-    int code = 0, fall_back = t->byte_fallback;
-    for (int i = 0; i < size; i++) fall_back = fall_back && t->bytes[p[i]] >= 0;
-    if (fall_back) {
-        for (int i = 0; i < size && code >= 0; i++) code = sala__push_symbol(e, t->bytes[p[i]]);
-    } else if (*unknown && !t->fuse_unk) {
-        code = sala__push_symbol(e, t->unk);
-    } else {
-        *unknown = 1;
-    }
-    return code;
-}
-
-// One word: text that the model sees as a whole.
-static int sala__encode_word(sala__encoder *e, const char *text, size_t size) {
-    const sala__tokenizer *t = e->t;
-    const unsigned char *p = (const unsigned char *)text;
-    size_t unknown = 0;
+    const sala__step *m = &t->metaspace;
     int code = 0;
-    if (t->ignore_merges) {
-        int32_t id = sala__find_model_token(t, text, size);
-        if (id >= 0 && !(t->tokens[id].flags & SALA__TOKEN_CONTROL)) return sala__push_id(e, id);
+    if (m->from_size) {
+        int prefix = t->prefix == SALA__PREFIX_ALWAYS || (t->prefix == SALA__PREFIX_FIRST && start);
+        e->piece.size = 0;
+        if (prefix && text[0] != ' ' && !sala__starts(text, size, m->to, m->to_size))
+            code = sala__append(t->env, &e->piece, m->to, (size_t)m->to_size, e->err);
+        if (code >= 0) code = sala__replace(t->env, m, text, size, &e->piece, e->err);
+        if (code < 0) return code;
+        text = e->piece.data;
+        size = e->piece.size;
     }
+    if (size > INT32_MAX)
+        return sala__fail(e->err, SALA_E_ARGUMENT, "more than 2 GiB of text in one piece");
+    const unsigned char *p = (const unsigned char *)text;
     for (size_t i = 0; i < size && code >= 0;) {
-        uint32_t c = p[i];
-        int n = c < 0x80 ? 1 : sala__utf8_get(p + i, size - i, &c);
-        int32_t id = n ? sala__char_token(t, c) : -1;
-        if (n == 0) n = 1;
-        if (id < 0) {
-            code = sala__push_missing(e, p + i, n, &unknown);
-        } else {
-            if (unknown) code = sala__push_symbol(e, t->unk);
-            unknown = 0;
-            if (code >= 0) code = sala__push_symbol(e, id);
-        }
+        uint32_t c;
+        int n = sala__utf8_get(p + i, size - i, &c);
+        int32_t id = n ? sala__find_plain(t, text + i, (size_t)n) : -1;
+        if (t->split && sala__starts(text + i, size - i, m->to, m->to_size))
+            code = sala__flush_symbols(e);
+        if (id >= 0 && code >= 0) code = sala__push_symbol(e, id);
+        if (n == 0) n = 1; // not UTF-8
+        for (int b = 0; b < n && id < 0 && code >= 0; b++)
+            code = sala__push_symbol(e, t->bytes[p[i + (size_t)b]]);
         i += (size_t)n;
     }
-    if (unknown && code >= 0) code = sala__push_symbol(e, t->unk);
     return code < 0 ? code : sala__flush_symbols(e);
 }
 
-// ---- from text to words ----
+// ---- from text to pieces ----
 
-// Cuts a text at added tokens, as the library does it: leftmost, longest, no overlap; a match that
-// is passed over (a control token in plain text, a "single word" inside a word) still uses up its
-// characters.
-typedef struct sala__splitter {
-    const sala__tokenizer *t;
-    const sala__added_list *list;
-    const char *text; // [size]
-    size_t size;
-    int special;
-    size_t at;                   // search goes on here
-    size_t done;                 // all before this was given out
-    size_t space_from, space_to; // a run of white space that is already known
-    int32_t token;               // found, but the text before it goes out first; -1: none
-    size_t token_from, token_to;
-} sala__splitter;
+static int sala__encode_stage(sala__encoder *e, int stage, const char *text, size_t size,
+                              int start);
 
-// The longest added token that begins at p; NULL if none does. At each byte the range of candidates
-// narrows.
-static const sala__added *sala__match_added(const sala__added_list *list, const char *p,
-                                            size_t size) {
-    const sala__added *best = NULL;
-    int32_t low = list->first[(unsigned char)*p], high = list->first[(unsigned char)*p + 1];
-    for (uint32_t depth = 1; low < high; depth++) {
-        if (list->items[low].size == depth) best = &list->items[low++];
-        if (depth >= size) break;
-        unsigned char c = (unsigned char)p[depth];
-        int32_t a = low, b = high;
-        while (a < b) { // first with a byte >= c
-            int32_t mid = a + (b - a) / 2;
-            if ((unsigned char)list->items[mid].text[depth] < c)
-                a = mid + 1;
-            else
-                b = mid;
-        }
-        low = a;
-        b = high;
-        while (a < b) { // first with a byte > c
-            int32_t mid = a + (b - a) / 2;
-            if ((unsigned char)list->items[mid].text[depth] <= c)
-                a = mid + 1;
-            else
-                b = mid;
-        }
-        high = a;
-    }
-    return best;
-}
-
-static int sala__is_single_word(const sala__splitter *s, size_t from, size_t to) {
-    const unsigned char *p = (const unsigned char *)s->text;
-    uint32_t code;
-    if (sala__utf8_last(p, from, &code) && sala__is_word(code)) return 0;
-    return !(sala__utf8_get(p + to, s->size - to, &code) && sala__is_word(code));
-}
-
-// White space around a match is its own if it says so. What was given out already stays given out.
-static void sala__widen_match(sala__splitter *s, uint32_t flags, size_t *from, size_t *to) {
-    const unsigned char *p = (const unsigned char *)s->text;
-    uint32_t code;
-    int n;
-    if (flags & SALA__TOKEN_LSTRIP) {
-        while (*from > s->done && (n = sala__utf8_last(p, *from, &code)) > 0 &&
-               sala__is_space(code))
-            *from -= (size_t)n;
-        if (*from < s->done) *from = s->done;
-    }
-    if (flags & SALA__TOKEN_RSTRIP) {
-        if (*to < s->space_from ||
-            *to > s->space_to) { // else the run was measured before: stay linear
-            s->space_from = s->space_to = *to;
-            while ((n = sala__utf8_get(p + s->space_to, s->size - s->space_to, &code)) > 0 &&
-                   sala__is_space(code))
-                s->space_to += (size_t)n;
-        }
-        *to = s->space_to;
-    }
-}
-
-// The next piece: 1 and its range, with *id the added token or -1 for text; 0 at the end.
-static int sala__next_piece(sala__splitter *s, size_t *from, size_t *to, int32_t *id) {
-    for (;;) {
-        if (s->token >= 0) {
-            *id = s->token;
-            *from = s->token_from;
-            *to = s->done = s->token_to;
-            s->token = -1;
-            if (*from < *to) return 1;
-        }
-        while (s->at < s->size && s->token < 0) {
-            const sala__added *a = sala__match_added(s->list, s->text + s->at, s->size - s->at);
-            if (!a) {
-                s->at++;
-                continue;
-            }
-            uint32_t flags = s->t->tokens[a->id].flags;
-            size_t begin = s->at, end = begin + a->size;
-            s->at = end;
-            if (!s->special && (flags & SALA__TOKEN_CONTROL)) continue;
-            if ((flags & SALA__TOKEN_SINGLE) && !sala__is_single_word(s, begin, end)) continue;
-            sala__widen_match(s, flags, &begin, &end);
-            s->token = a->id;
-            s->token_from = begin;
-            s->token_to = end;
-        }
-        *id = -1;
-        *from = s->done;
-        *to = s->token >= 0 ? s->token_from : s->size;
-        s->done = *to > s->done ? *to : s->done;
-        if (*from < *to) return 1;
-        if (s->token < 0) return 0;
-    }
-}
-
-static void sala__split_start(sala__splitter *s, const sala__encoder *e,
-                              const sala__added_list *list, const char *text, size_t size) {
-    memset(s, 0, sizeof *s);
-    s->t = e->t;
-    s->list = list;
-    s->text = text;
-    s->size = size;
-    s->special = e->special;
-    s->space_from = s->space_to = SIZE_MAX;
-    s->token = -1;
-    if (list->count == 0) s->at = size;
-}
-
-// The pre-tokenizer. `start`: the piece begins where the whole text begins.
-static int sala__encode_words(sala__encoder *e, const char *text, size_t size, int start) {
-    const sala__step *m = &e->t->metaspace;
-    if (!e->t->has_metaspace) return sala__encode_word(e, text, size);
-    size_t n = (size_t)m->to_size;
-    int code = 0,
-        prefix = m->prefix == SALA__PREFIX_ALWAYS || (m->prefix == SALA__PREFIX_FIRST && start);
-    e->piece.size = 0;
-    if (prefix && text[0] != ' ' && !sala__starts(text, size, m->to, m->to_size))
-        code = sala__append(e->env, &e->piece, m->to, n, e->err);
-    if (code >= 0) code = sala__replace(e->env, m, text, size, &e->piece, e->err);
-    if (code < 0) return code;
-    if (!m->split) return sala__encode_word(e, e->piece.data, e->piece.size);
-    const char *p = e->piece.data, *end = p + e->piece.size;
-    while (p < end && code >= 0) {
-        const char *stop = p + 1;
-        while (stop < end &&
-               !(*stop == m->to[0] && sala__starts(stop, (size_t)(end - stop), m->to, m->to_size)))
-            stop++;
-        code = sala__encode_word(e, p, (size_t)(stop - p));
-        p = stop;
-    }
-    return code;
-}
-
-// Text that holds none of the added tokens that are searched for before the normaliser.
-static int sala__encode_piece(sala__encoder *e, const char *text, size_t size, int start) {
+// Text without added tokens of `stage` goes on to what comes next.
+static int sala__encode_between(sala__encoder *e, int stage, const char *text, size_t size,
+                                int start) {
     const sala__tokenizer *t = e->t;
-    sala__splitter s;
-    size_t from, to;
-    int32_t id;
-    int code = 0;
-    if (t->normalizer_count) {
-        code = sala__run_steps(e->env, t->normalizer, t->normalizer_count, text, size, 0, &e->text,
-                               &e->spare, e->err);
-        if (code < 0) return code;
-        text = e->text.data;
-        size = e->text.size;
-        if (size > INT32_MAX)
-            return sala__fail(e->err, SALA_E_ARGUMENT, "the normalised text is longer than 2 GiB");
-    }
-    sala__split_start(&s, e, &t->normalized, text, size);
-    while (code >= 0 && sala__next_piece(&s, &from, &to, &id)) {
-        if (id >= 0)
-            code = sala__push_id(e, id);
-        else
-            code = sala__encode_words(e, text + from, to - from, start && from == 0);
-    }
-    return code;
+    if (size == 0) return 0;
+    if (stage == 1) return sala__encode_piece(e, text, size, start);
+    int code = sala__run_steps(t->env, &t->normalizer, text, size, &e->text, &e->spare, e->err);
+    return code < 0 ? code : sala__encode_stage(e, 1, e->text.data, e->text.size, start);
 }
 
-static int sala__encode_text(sala__encoder *e, const char *text, size_t size, int start) {
-    sala__splitter s;
-    size_t from, to;
-    int32_t id;
-    int code = 0;
-    sala__split_start(&s, e, &e->t->raw, text, size);
-    while (code >= 0 && sala__next_piece(&s, &from, &to, &id)) {
-        if (id >= 0)
-            code = sala__push_id(e, id);
-        else
-            code = sala__encode_piece(e, text + from, to - from, start && from == 0);
+// Cut a text at the added tokens, as the library does it: leftmost, longest, no overlap; a control
+// token that is passed over in plain text still uses up its characters. `stage`: 0 before the
+// normaliser, 1 after it. Linear: white space is only looked at back to the match before.
+static int sala__encode_stage(sala__encoder *e, int stage, const char *text, size_t size,
+                              int start) {
+    const sala__tokenizer *t = e->t;
+    const unsigned char *p = (const unsigned char *)text;
+    size_t done = 0; // all before this was put out
+    int code = 0, n;
+    for (size_t at = 0; at < size && code >= 0;) {
+        size_t length = 1, from = at;
+        uint32_t c;
+        int32_t id = sala__match_added(&t->added[stage], text + at, size - at, &length);
+        at += length;
+        if (id < 0 || (!e->special && (t->tokens[id].flags & SALA__TOKEN_CONTROL))) continue;
+        if (t->tokens[id].flags & SALA__TOKEN_LSTRIP)
+            while ((n = sala__utf8_last(p + done, from - done, &c)) > 0 && sala__is_space(c))
+                from -= (size_t)n;
+        if (t->tokens[id].flags & SALA__TOKEN_RSTRIP)
+            while ((n = sala__utf8_get(p + at, size - at, &c)) > 0 && sala__is_space(c))
+                at += (size_t)n;
+        code = sala__encode_between(e, stage, text + done, from - done, start && done == 0);
+        if (code >= 0) code = sala__push_id(e, id);
+        done = at;
     }
-    return code;
+    if (code < 0) return code;
+    return sala__encode_between(e, stage, text + done, size - done, start && done == 0);
 }
 
 static void sala__encoder_start(sala__encoder *e, const sala__tokenizer *t, int special,
                                 sala_error *err) {
     memset(e, 0, sizeof *e);
     e->t = t;
-    e->env = t->env;
     e->err = err;
     e->special = special;
 }
 
 // Hand over the ids if `code` is no error; release everything else.
 static int64_t sala__encoder_finish(sala__encoder *e, int code, int32_t **out) {
+    const sala__env *env = e->t->env;
     if (code >= 0) // an array even when it is empty: the caller releases it in any case
-        code =
-            sala__grow(e->env, (void **)&e->ids, &e->capacity, 1, sizeof *e->ids, "tokens", e->err);
+        code = sala__grow(env, (void **)&e->ids, &e->capacity, 1, sizeof *e->ids, "tokens", e->err);
     *out = code < 0 ? NULL : e->ids;
-    if (code < 0) sala__release(e->env, e->ids);
-    sala__release(e->env, e->symbols);
-    sala__release(e->env, e->text.data);
-    sala__release(e->env, e->spare.data);
-    sala__release(e->env, e->piece.data);
+    if (code < 0) sala__release(env, e->ids);
+    sala__release(env, e->symbols);
+    sala__release(env, e->heap);
+    sala__release(env, e->text.data);
+    sala__release(env, e->spare.data);
+    sala__release(env, e->piece.data);
     return code < 0 ? code : (int64_t)e->count;
 }
 
@@ -2934,13 +2466,11 @@ static int64_t sala__encoder_finish(sala__encoder *e, int code, int32_t **out) {
 static int64_t sala__encode(const sala__tokenizer *t, const char *text, size_t bytes, int flags,
                             int32_t **out, sala_error *err) {
     sala__encoder e;
-    int code = 0;
     *out = NULL;
-    if (bytes > INT32_MAX)
-        return sala__fail(err, SALA_E_ARGUMENT, "a text of %zu bytes is longer than 2 GiB", bytes);
+    int code = 0;
     sala__encoder_start(&e, t, (flags & SALA_PARSE_SPECIAL) != 0, err);
     if ((flags & SALA_ADD_BOS) && t->add_bos) code = sala__push_id(&e, t->bos);
-    if (code >= 0) code = sala__encode_text(&e, text, bytes, 1);
+    if (code >= 0) code = sala__encode_stage(&e, 0, text, bytes, 1);
     return sala__encoder_finish(&e, code, out);
 }
 
@@ -2948,9 +2478,8 @@ static int64_t sala__encode(const sala__tokenizer *t, const char *text, size_t b
 
 typedef struct sala__stream {
     const sala__tokenizer *t;
-    int special;    // show special tokens
-    int first;      // no token was taken yet
-    int strip_left; // characters that may still be stripped from the front
+    int special; // show special tokens
+    int begun;   // something has come out
     int held_size;
     char held[4]; // the beginning of a character
 } sala__stream;
@@ -2959,43 +2488,6 @@ static void sala__stream_init(const sala__tokenizer *t, int special, sala__strea
     memset(s, 0, sizeof *s);
     s->t = t;
     s->special = special;
-    s->first = 1;
-    s->strip_left = t->has_strip ? t->strip.count : 0;
-}
-
-// What a token decodes to, appended to *out. Slow; used for all tokens at load, and for the first
-// of a text.
-static int sala__token_text(const sala__tokenizer *t, int32_t id, int first, sala__string *out,
-                            sala__string *spare, sala_error *err) {
-    static const char digits[] = "0123456789ABCDEF0123456789abcdef";
-    const sala__token *k = &t->tokens[id];
-    const char *text = t->names.data + k->text;
-    size_t size = k->text_size;
-    sala__string added = {NULL, 0, 0}, result = {NULL, 0, 0};
-    int code = 0;
-    if (k->flags & SALA__TOKEN_NORMALIZED) {
-        // The library decodes the normalised string of such an added token.
-        code = sala__run_steps(t->env, t->normalizer, t->normalizer_count, text, size, 0, &added,
-                               spare, err);
-        text = added.data;
-        size = added.size;
-    }
-    if (code >= 0)
-        code = sala__run_steps(t->env, t->decoder, t->decoder_count, text, size, first, &result,
-                               spare, err);
-    if (code >= 0 && t->decode_bytes && result.size == 6 && memcmp(result.data, "<0x", 3) == 0 &&
-        result.data[5] == '>') {
-        const char *high = result.data[3] ? strchr(digits, result.data[3]) : NULL;
-        const char *low = result.data[4] ? strchr(digits, result.data[4]) : NULL;
-        if (high && low) {
-            result.data[0] = (char)((high - digits) % 16 * 16 + (low - digits) % 16);
-            result.size = 1;
-        }
-    }
-    if (code >= 0) code = sala__append(t->env, out, result.data, result.size, err);
-    sala__release(t->env, added.data);
-    sala__release(t->env, result.data);
-    return code;
 }
 
 // Take one token; append to *out what is final now: whole characters, or bytes that are certainly
@@ -3006,41 +2498,26 @@ static int sala__stream_push(sala__stream *s, int32_t token, sala__string *out, 
         return sala__fail(err, SALA_E_ARGUMENT, "token %d: the vocabulary has the ids 0 to %d",
                           (int)token, (int)t->limit - 1);
     const sala__token *k = &t->tokens[token];
-    if (!(k->flags & SALA__TOKEN_USED)) return 0;
     if (!s->special && (k->flags & SALA__TOKEN_SPECIAL)) return 0;
     size_t base = out->size, end;
     int code = sala__append(t->env, out, s->held, (size_t)s->held_size, err);
-    if (s->first && t->decoder_count) {
-        sala__string spare = {NULL, 0, 0};
-        if (code >= 0) code = sala__token_text(t, token, 1, out, &spare, err);
-        sala__release(t->env, spare.data);
-    } else {
-        if (code >= 0 && t->join_spaces && !s->first) code = sala__append(t->env, out, " ", 1, err);
-        if (code >= 0)
-            code = sala__append(t->env, out, t->names.data + k->shown, k->shown_size, err);
-    }
+    if (code >= 0) code = sala__append(t->env, out, t->names.data + k->shown, k->shown_size, err);
     if (code < 0) {
         out->size = base;
         return code;
     }
-    s->first = 0;
     s->held_size = 0;
     end = out->size;
     for (int n = 1; n <= 3 && (size_t)n <= end - base; n++) {
         if (!sala__utf8_partial((const unsigned char *)out->data + end - n, (size_t)n)) continue;
         s->held_size = n; // the longest such tail: a shorter one would begin inside it
     }
-    out->size = end - (size_t)s->held_size;
-    memcpy(s->held, out->data + out->size, (size_t)s->held_size);
-    size_t cut = base, n = (size_t)t->strip.from_size;
-    for (; s->strip_left && cut < out->size; s->strip_left--) {
-        if (sala__starts(out->data + cut, out->size - cut, t->strip.from, (int)n))
-            cut += n;
-        else
-            s->strip_left = 1; // the text has begun: nothing is stripped any more
-    }
-    memmove(out->data + base, out->data + cut, out->size - cut);
-    out->size -= cut - base;
+    end -= (size_t)s->held_size;
+    memcpy(s->held, out->data + end, (size_t)s->held_size);
+    size_t strip = t->strip_space && !s->begun && end > base && out->data[base] == ' ';
+    s->begun |= end > base;
+    memmove(out->data + base, out->data + base + strip, end - base - strip);
+    out->size = end - strip;
     out->data[out->size] = 0;
     return 0;
 }
@@ -3073,397 +2550,153 @@ static char *sala__decode(const sala__tokenizer *t, const int32_t *tokens, int64
 
 // ---- loading ----
 
-static const char *sala__kind(const sala__json *j, int node) { // its "type", for messages
-    const char *type = sala__json_text(j, sala__json_get(j, node, "type"));
+typedef struct sala__loader {
+    sala__tokenizer *t;
+    const sala__json *j; // tokenizer.json, or tokenizer_config.json
+    sala_error *err;
+} sala__loader;
+
+// What is wrong with the file, or not supported.
+static int sala__refuse(const sala__loader *l, const char *format, ...) SALA__PRINTF(2, 3);
+static int sala__refuse(const sala__loader *l, const char *format, ...) {
+    char text[512];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    return sala__fail(l->err, SALA_E_MODEL, "%s: %s", l->j->where, text);
+}
+
+static const sala__json_node *sala__member(const sala__loader *l, int object, const char *key) {
+    return sala__json_at(l->j, sala__json_get(l->j, object, key));
+}
+
+static const char *sala__kind(const sala__loader *l, int node) { // its "type", for messages
+    const char *type = sala__json_text(l->j, sala__json_get(l->j, node, "type"));
     return type ? type : "without a type";
 }
 
-static int sala__is_kind(const sala__json *j, int node, const char *type) {
-    return sala__json_is(j, sala__json_get(j, node, "type"), type);
+static int sala__is_kind(const sala__loader *l, int node, const char *type) {
+    return sala__json_is(l->j, sala__json_get(l->j, node, "type"), type);
 }
 
-static int sala__read_flag(const sala__json *j, int object, const char *key, int missing,
-                           int *value, sala_error *err) {
-    const sala__json_node *n = sala__json_at(j, sala__json_get(j, object, key));
-    *value = n->type == SALA__NULL ? missing : n->number != 0;
-    if (n->type == SALA__NULL || n->type == SALA__BOOL) return 0;
-    return sala__fail(err, SALA_E_MODEL, "%s: \"%s\" must be true or false", j->where, key);
-}
-
-// A short string of a step.
-static int sala__read_short(const sala__json *j, int node, const char *what, int at_least,
-                            char *text, int *size, sala_error *err) {
-    const sala__json_node *n = sala__json_at(j, node);
-    if (n->type != SALA__STRING || n->text_size < (size_t)at_least ||
-        n->text_size > SALA__STEP_TEXT)
-        return sala__fail(err, SALA_E_MODEL, "%s: %s must be a string of %d to %d bytes", j->where,
-                          what, at_least, SALA__STEP_TEXT);
-    *size = (int)n->text_size;
-    memcpy(text, sala__json_text(j, node), n->text_size);
+// true or false into *value, which stays as it is where the key is missing or null.
+static int sala__read_flag(const sala__loader *l, int object, const char *key, int *value) {
+    const sala__json_node *n = sala__member(l, object, key);
+    if (n->type == SALA__NULL) return 0;
+    if (n->type != SALA__BOOL) return sala__refuse(l, "\"%s\" must be true or false", key);
+    *value = n->number != 0;
     return 0;
 }
 
-static int sala__read_char(const sala__json *j, int node, const char *what, char *text, int *size,
-                           sala_error *err) {
-    uint32_t c;
-    int code = sala__read_short(j, node, what, 1, text, size, err);
-    if (code >= 0 && sala__utf8_get((const unsigned char *)text, (size_t)*size, &c) != *size)
-        code = sala__fail(err, SALA_E_MODEL, "%s: %s must be a single character", j->where, what);
-    return code;
+// The switches of "model": all but byte_fallback must be off.
+static int sala__read_model(const sala__loader *l, int model) {
+    static const char *const off[] = {"continuing_subword_prefix", "end_of_word_suffix", "dropout",
+                                      "ignore_merges"};
+    if (!sala__is_kind(l, model, "BPE"))
+        return sala__refuse(l, "the model is %.40s, but only BPE is supported",
+                            sala__kind(l, model));
+    for (int i = 0; i < 4; i++) {
+        const sala__json_node *n = sala__member(l, model, off[i]);
+        if (n->number != 0 || n->text_size || n->count)
+            return sala__refuse(l, "model.%s is not supported", off[i]);
+    }
+    if (sala__member(l, model, "byte_fallback")->number == 1) return 0;
+    return sala__refuse(l, "model.byte_fallback is not true, so some texts could not be encoded; "
+                           "this engine runs tokenizers with all 256 byte tokens");
 }
 
-static int sala__read_replace(const sala__json *j, int node, sala__step *s, sala_error *err) {
-    int pattern = sala__json_get(j, sala__json_get(j, node, "pattern"), "String");
-    s->type = SALA__REPLACE;
-    if (pattern < 0)
-        return sala__fail(
-            err, SALA_E_MODEL,
-            "%s: a Replace step whose pattern is not a plain \"String\" is not supported",
-            j->where);
-    int code =
-        sala__read_short(j, pattern, "the pattern of Replace", 1, s->from, &s->from_size, err);
-    if (code < 0) return code;
-    return sala__read_short(j, sala__json_get(j, node, "content"), "the content of Replace", 0,
-                            s->to, &s->to_size, err);
-}
-
-static int sala__read_strip(const sala__json *j, int node, sala__step *s, sala_error *err) {
-    const sala__json_node *start = sala__json_at(j, sala__json_get(j, node, "start"));
-    const sala__json_node *stop = sala__json_at(j, sala__json_get(j, node, "stop"));
-    s->type = SALA__STRIP;
-    if (!start->is_integer || start->integer < 0 || start->integer > INT32_MAX ||
-        !stop->is_integer || stop->integer != 0)
-        return sala__fail(err, SALA_E_MODEL,
-                          "%s: the decoder Strip needs \"start\" >= 0 and \"stop\" 0", j->where);
-    s->count = (int)start->integer;
-    return sala__read_char(j, sala__json_get(j, node, "content"), "the content of Strip", s->from,
-                           &s->from_size, err);
-}
-
-// Metaspace, as a pre-tokenizer and as a decoder. As a Replace step it puts `to` in for a space;
-// the decoder uses `from`.
-static int sala__read_metaspace(const sala__json *j, int node, int decoder, sala__step *s,
-                                sala_error *err) {
-    int scheme = sala__json_get(j, node, "prepend_scheme"), add;
-    char mark[SALA__STEP_TEXT];
-    int size = 0, code = sala__read_char(j, sala__json_get(j, node, "replacement"),
-                                         "the replacement of Metaspace", mark, &size, err);
-    if (code >= 0) code = sala__read_flag(j, node, "split", 1, &s->split, err);
-    if (code >= 0) code = sala__read_flag(j, node, "add_prefix_space", 1, &add, err);
-    if (code < 0) return code;
-    s->type = SALA__METASPACE;
-    s->prefix = SALA__PREFIX_ALWAYS;
-    if (sala__json_is(j, scheme, "never"))
-        s->prefix = SALA__PREFIX_NEVER;
-    else if (sala__json_is(j, scheme, "first"))
-        s->prefix = SALA__PREFIX_FIRST;
-    else if (scheme >= 0 && !sala__json_is(j, scheme, "always"))
-        return sala__fail(err, SALA_E_MODEL,
-                          "%s: the prepend_scheme of Metaspace must be always, first or never",
-                          j->where);
-    if (!add && s->prefix != SALA__PREFIX_NEVER)
-        return sala__fail(
-            err, SALA_E_MODEL,
-            "%s: Metaspace says add_prefix_space false, but its prepend_scheme is not never",
-            j->where);
-    s->from[0] = ' ';
-    s->from_size = 1;
-    memcpy(decoder ? s->from : s->to, mark, (size_t)size);
-    if (decoder)
-        s->from_size = size;
-    else
-        s->to_size = size;
-    return 0;
-}
-
-// Recursion is bounded by the depth of JSON, here and below.
-static int sala__read_normalizer(sala__tokenizer *t, const sala__json *j, int node,
-                                 sala_error *err) {
-    int code = 0;
-    if (sala__json_at(j, node)->type == SALA__NULL) return 0;
-    if (sala__is_kind(j, node, "Sequence")) {
-        int list = sala__json_get(j, node, "normalizers");
-        for (int c = sala__json_at(j, list)->child; c >= 0 && code >= 0; c = j->nodes[c].next)
-            code = sala__read_normalizer(t, j, c, err);
-        return code;
-    }
-    if (t->normalizer_count == SALA__STEPS)
-        return sala__fail(err, SALA_E_MODEL, "%s: the normalizer has more than %d steps", j->where,
-                          SALA__STEPS);
-    sala__step *s = &t->normalizer[t->normalizer_count++];
-    if (sala__is_kind(j, node, "Replace")) return sala__read_replace(j, node, s, err);
-    s->type = SALA__PREPEND;
-    if (sala__is_kind(j, node, "Prepend"))
-        return sala__read_short(j, sala__json_get(j, node, "prepend"), "the text of Prepend", 0,
-                                s->to, &s->to_size, err);
-    return sala__fail(err, SALA_E_MODEL,
-                      "%s: the normalizer %.40s is not supported; this engine runs Llama/MiniCPM "
-                      "style tokenizers, "
-                      "which have Prepend, Replace or none",
-                      j->where, sala__kind(j, node));
-}
-
-// A hostile file could make a text grow 32-fold in each of eight steps.
-static int sala__check_growth(const sala__tokenizer *t, sala_error *err) {
-    int64_t growth = 1;
-    for (int i = 0; i < t->normalizer_count; i++) {
-        const sala__step *s = &t->normalizer[i];
-        if (s->type == SALA__REPLACE && s->to_size > s->from_size)
-            growth *= (s->to_size + s->from_size - 1) / s->from_size;
-    }
-    if (growth <= 64) return 0;
-    return sala__fail(
-        err, SALA_E_MODEL,
-        "%s: the normalizer can make a text %lld times longer; at most 64 is accepted", t->where,
-        (long long)growth);
-}
-
-static int sala__read_pre_tokenizer(sala__tokenizer *t, const sala__json *j, int node,
-                                    sala_error *err) {
-    int code = 0;
-    if (sala__json_at(j, node)->type == SALA__NULL) return 0;
-    if (sala__is_kind(j, node, "Sequence")) {
-        int list = sala__json_get(j, node, "pretokenizers");
-        for (int c = sala__json_at(j, list)->child; c >= 0 && code >= 0; c = j->nodes[c].next)
-            code = sala__read_pre_tokenizer(t, j, c, err);
-        return code;
-    }
-    if (!sala__is_kind(j, node, "Metaspace") || t->has_metaspace)
-        return sala__fail(
-            err, SALA_E_MODEL,
-            "%s: the pre_tokenizer %.40s is not supported%s; this engine runs Llama/MiniCPM style "
-            "tokenizers, which have Metaspace or none",
-            j->where, sala__kind(j, node), t->has_metaspace ? " after another one" : "");
-    t->has_metaspace = 1;
-    return sala__read_metaspace(j, node, 0, &t->metaspace, err);
-}
-
-/*  The decoder. The library applies each step to a list of strings, one for each token. Steps
-    before ByteFallback and Fuse see single tokens: they are applied once for all at load. After
-    Fuse there is one string: only Strip from its front can go on there without waiting for the end
-    of the text. `*phase`: 0 tokens, 1 after ByteFallback, 2 fused. */
-static int sala__read_decoder(sala__tokenizer *t, const sala__json *j, int node, int *phase,
-                              sala_error *err) {
-    int code = 0;
-    if (sala__is_kind(j, node, "Sequence")) {
-        int list = sala__json_get(j, node, "decoders");
-        for (int c = sala__json_at(j, list)->child; c >= 0 && code >= 0; c = j->nodes[c].next)
-            code = sala__read_decoder(t, j, c, phase, err);
-        return code;
-    }
-    if (sala__is_kind(j, node, "Fuse")) {
-        *phase = 2;
-        return 0;
-    }
-    if (sala__is_kind(j, node, "ByteFallback") && *phase == 0) {
-        t->decode_bytes = *phase = 1;
-        return 0;
-    }
-    if (sala__is_kind(j, node, "Strip") && *phase == 2 && !t->has_strip) {
-        t->has_strip = 1;
-        return sala__read_strip(j, node, &t->strip, err);
-    }
-    if (*phase == 0 && t->decoder_count < SALA__STEPS) {
-        sala__step *s = &t->decoder[t->decoder_count++];
-        if (sala__is_kind(j, node, "Replace")) return sala__read_replace(j, node, s, err);
-        if (sala__is_kind(j, node, "Strip")) return sala__read_strip(j, node, s, err);
-        if (sala__is_kind(j, node, "Metaspace")) return sala__read_metaspace(j, node, 1, s, err);
-    }
-    return sala__fail(err, SALA_E_MODEL,
-                      "%s: the decoder %.40s is not supported in this place; this engine runs "
-                      "Llama/MiniCPM style "
-                      "tokenizers: Replace, Metaspace, ByteFallback, Fuse, Strip",
-                      j->where, sala__kind(j, node));
-}
-
-// Which token the post-processor puts in front; sets bos and add_bos.
-static int sala__read_post_processor(sala__tokenizer *t, const sala__json *j, int node,
-                                     sala_error *err) {
-    int code = 0, seen = 0;
-    if (sala__json_at(j, node)->type == SALA__NULL) return 0;
-    if (sala__is_kind(j, node, "Sequence")) {
-        int list = sala__json_get(j, node, "processors");
-        for (int c = sala__json_at(j, list)->child; c >= 0 && code >= 0; c = j->nodes[c].next)
-            code = sala__read_post_processor(t, j, c, err);
-        return code;
-    }
-    if (!sala__is_kind(j, node, "TemplateProcessing"))
-        return sala__fail(
-            err, SALA_E_MODEL,
-            "%s: the post_processor %.40s is not supported; only TemplateProcessing is", j->where,
-            sala__kind(j, node));
-    int single = sala__json_get(j, node, "single");
-    for (int c = sala__json_at(j, single)->child; c >= 0; c = j->nodes[c].next) {
-        int name = sala__json_get(j, sala__json_get(j, c, "SpecialToken"), "id");
-        if (sala__json_get(j, c, "Sequence") >= 0) {
-            seen = 1;
-        } else if (sala__json_text(j, name) == NULL || (!seen && t->add_bos)) {
-            return sala__fail(err, SALA_E_MODEL,
-                              "%s: the post_processor must be one token (BOS), then the text",
-                              j->where);
-        } else if (seen) {
-            sala__log(t->env, SALA_LOG_WARNING,
-                      "%s: the post_processor adds %.40s after a text; it is left out", j->where,
-                      sala__json_text(j, name));
-        } else {
-            t->add_bos = 1;
-            t->bos =
-                sala__find_token(t, sala__json_text(j, name), sala__json_at(j, name)->text_size);
-            if (t->bos < 0)
-                return sala__fail(err, SALA_E_MODEL,
-                                  "%s: the post_processor's token %.40s is not in the vocabulary",
-                                  j->where, sala__json_text(j, name));
-        }
-    }
-    return 0;
-}
-
-// Put a token string into the vocabulary. Added tokens may repeat one of the model with the same
-// id.
-static int sala__add_token(sala__tokenizer *t, const char *text, size_t size,
-                           const sala__json_node *id, uint32_t flags, sala_error *err) {
-    int code;
-    if (id->type != SALA__NUMBER || !id->is_integer || id->integer < 0)
-        return sala__fail(err, SALA_E_MODEL, "%s: the id of token \"%.60s\" is not a number >= 0",
-                          t->where, text);
-    if (id->integer >= t->limit)
-        return sala__fail(
-            err, SALA_E_MODEL,
-            "%s: token \"%.60s\" has the id %lld, but the model's vocabulary has only %d", t->where,
-            text, (long long)id->integer, (int)t->limit);
+// Put a token string into the vocabulary. Added tokens may repeat one of the model with its id.
+static int sala__add_token(const sala__loader *l, const char *text, size_t size,
+                           const sala__json_node *id, uint32_t flags) {
+    sala__tokenizer *t = l->t;
+    if (!id->is_integer || id->integer < 0 || id->integer >= t->limit)
+        return sala__refuse(l, "the id of token \"%.60s\" is not from 0 to %d, the model's rows",
+                            text, (int)t->limit - 1);
     int32_t slot = (int32_t)id->integer;
     sala__token *k = &t->tokens[slot];
     uint32_t name = sala__name_slot(t, text, size);
     int32_t other = t->by_name[name];
-    if (other >= 0 &&
-        (other != slot || (k->flags & flags & (SALA__TOKEN_MODEL | SALA__TOKEN_ADDED))))
-        return sala__fail(err, SALA_E_MODEL,
-                          "%s: token \"%.60s\" stands there twice, with the ids %d and %d",
-                          t->where, text, (int)other, (int)slot);
-    k->flags |= flags & ~(uint32_t)SALA__TOKEN_USED;
-    if (other >= 0) return 0;
-    if (k->flags & SALA__TOKEN_USED)
-        return sala__fail(err, SALA_E_MODEL,
-                          "%s: the id %d belongs to two tokens, \"%.60s\" and \"%.60s\"", t->where,
-                          (int)slot, t->names.data + k->text, text);
-    if (t->names.size + size + 1 > UINT32_MAX)
-        return sala__fail(err, SALA_E_MODEL, "%s: the vocabulary is too large", t->where);
+    int again = other == slot && !(k->flags & flags & (SALA__TOKEN_MODEL | SALA__TOKEN_ADDED));
+    if ((other >= 0 || k->flags) && !again)
+        return sala__refuse(l, "token \"%.60s\", id %d: its string or its id is there twice", text,
+                            (int)slot);
+    k->flags |= flags;
+    if (again) return 0;
     k->text = (uint32_t)t->names.size;
     k->text_size = (uint32_t)size;
-    code = sala__append(t->env, &t->names, text, size, err);
-    if (code >= 0)
-        code = sala__append(t->env, &t->names, "", 1, err); // zero-terminated, for messages
-    if (code < 0) return code;
-    k->flags |= SALA__TOKEN_USED;
     t->by_name[name] = slot;
     if (slot >= t->size) t->size = slot + 1;
-    return 0;
+    int code = sala__append(t->env, &t->names, text, size, l->err);
+    return code < 0 ? code : sala__append(t->env, &t->names, "", 1, l->err); // for messages
 }
 
-static int sala__read_added(sala__tokenizer *t, const sala__json *j, int node, sala_error *err) {
+static int sala__read_added(const sala__loader *l, int node) {
     static const char *const keys[] = {"special", "normalized", "lstrip", "rstrip", "single_word"};
     static const uint32_t bits[] = {SALA__TOKEN_SPECIAL, SALA__TOKEN_NORMALIZED, SALA__TOKEN_LSTRIP,
-                                    SALA__TOKEN_RSTRIP, SALA__TOKEN_SINGLE};
-    int content = sala__json_get(j, node, "content");
-    const sala__json_node *n = sala__json_at(j, content);
+                                    SALA__TOKEN_RSTRIP, 0};
+    int content = sala__json_get(l->j, node, "content");
+    const char *text = sala__json_text(l->j, content);
     uint32_t flags = SALA__TOKEN_ADDED;
-    if (n->type != SALA__STRING || n->text_size == 0 || n->text_size > SALA__ADDED_MAX)
-        return sala__fail(err, SALA_E_MODEL,
-                          "%s: an added token needs a \"content\" of 1 to %d bytes", j->where,
-                          SALA__ADDED_MAX);
+    if (!text) return sala__refuse(l, "an added token without \"content\"");
     for (int i = 0; i < 5; i++) {
-        int value;
-        int code = sala__read_flag(j, node, keys[i], 0, &value, err);
+        int value = 0, code = sala__read_flag(l, node, keys[i], &value);
         if (code < 0) return code;
+        if (value && !bits[i])
+            return sala__refuse(l, "the added token \"%.60s\" is %s, which is not supported", text,
+                                keys[i]);
         if (value) flags |= bits[i];
     }
-    return sala__add_token(t, sala__json_text(j, content), n->text_size,
-                           sala__json_at(j, sala__json_get(j, node, "id")), flags, err);
+    return sala__add_token(l, text, sala__json_at(l->j, content)->text_size,
+                           sala__member(l, node, "id"), flags);
 }
 
 // model.vocab and added_tokens.
-static int sala__load_vocabulary(sala__tokenizer *t, const sala__json *j, int model,
-                                 sala_error *err) {
-    int vocab = sala__json_get(j, model, "vocab"), added = sala__json_get(j, 0, "added_tokens"),
-        code = 0;
-    if (sala__json_at(j, vocab)->type != SALA__OBJECT || sala__json_at(j, vocab)->count == 0)
-        return sala__fail(err, SALA_E_MODEL, "%s: model.vocab must be an object of tokens and ids",
-                          t->where);
-    uint64_t need = 2 * ((uint64_t)sala__json_at(j, vocab)->count +
-                         (uint64_t)sala__json_at(j, added)->count),
-             slots = 16;
+static int sala__load_vocabulary(const sala__loader *l, int model) {
+    sala__tokenizer *t = l->t;
+    const sala__json *j = l->j;
+    const sala__json_node *vocab = sala__member(l, model, "vocab");
+    const sala__json_node *added = sala__member(l, 0, "added_tokens");
+    int code = 0;
+    if (vocab->type != SALA__OBJECT || vocab->count == 0)
+        return sala__refuse(l, "model.vocab must be an object of tokens and ids");
+    uint64_t need = 2 * ((uint64_t)vocab->count + (uint64_t)added->count), slots = 16;
     while (slots < need) slots *= 2;
-    t->by_name = (int32_t *)sala__alloc(t->env, slots, sizeof *t->by_name, "the vocabulary", err);
+    t->by_name =
+        (int32_t *)sala__alloc(t->env, slots, sizeof *t->by_name, "the vocabulary", l->err);
     if (!t->by_name) return SALA_E_MEMORY;
     memset(t->by_name, -1, slots * sizeof *t->by_name);
     t->by_name_mask = (uint32_t)slots - 1;
     t->tokens = (sala__token *)sala__alloc(t->env, (size_t)t->limit, sizeof *t->tokens,
-                                           "the vocabulary", err);
+                                           "the vocabulary", l->err);
     if (!t->tokens) return SALA_E_MEMORY;
-    for (int c = j->nodes[vocab].child; c >= 0 && code >= 0; c = j->nodes[c].next)
-        code = sala__add_token(t, sala__json_key(j, c), j->nodes[c].key_size, &j->nodes[c],
-                               SALA__TOKEN_MODEL, err);
-    for (int c = sala__json_at(j, added)->child; c >= 0 && code >= 0; c = j->nodes[c].next)
-        code = sala__read_added(t, j, c, err);
-    for (int32_t id = 0; id < t->size && code >= 0; id++)
-        if (!(t->tokens[id].flags & SALA__TOKEN_USED))
-            code = sala__fail(err, SALA_E_MODEL,
-                              "%s: no token has the id %d, but there are higher ids", t->where,
-                              (int)id);
+    for (int c = vocab->child; c >= 0 && code >= 0; c = j->nodes[c].next)
+        code = sala__add_token(l, sala__json_key(j, c), j->nodes[c].key_size, &j->nodes[c],
+                               SALA__TOKEN_MODEL);
+    for (int c = added->child; c >= 0 && code >= 0; c = j->nodes[c].next)
+        code = sala__read_added(l, c);
     return code;
 }
 
-// The tables from characters and bytes to tokens, and the unknown token.
-static int sala__load_characters(sala__tokenizer *t, const sala__json *j, int model,
-                                 sala_error *err) {
-    int unk = sala__json_get(j, model, "unk_token"), missing = 0;
-    memset(t->pages, -1, sizeof t->pages);
-    for (int32_t id = -1; id < t->size; id++) { // -1: makes page 0, which is always there
-        uint32_t c = 0;
-        if (id >= 0) {
-            const sala__token *k = &t->tokens[id];
-            const unsigned char *p = (const unsigned char *)t->names.data + k->text;
-            if (!(k->flags & SALA__TOKEN_MODEL) || (k->flags & SALA__TOKEN_CONTROL)) continue;
-            if (k->text_size == 0 || sala__utf8_get(p, k->text_size, &c) != (int)k->text_size)
-                continue;
-        }
-        if (t->pages[c >> 8] < 0) {
-            size_t size = t->chars_size + 256;
-            int code = sala__grow(t->env, (void **)&t->chars, &t->chars_capacity, size,
-                                  sizeof *t->chars, "characters", err);
-            if (code < 0) return code;
-            memset(t->chars + t->chars_size, -1, 256 * sizeof *t->chars);
-            t->pages[c >> 8] = (int32_t)(t->chars_size / 256);
-            t->chars_size = size;
-        }
-        if (id >= 0) t->chars[(size_t)t->pages[c >> 8] * 256 + (c & 255)] = id;
-    }
+static int sala__load_bytes(const sala__loader *l) {
     for (int b = 0; b < 256; b++) {
         char name[8];
         snprintf(name, sizeof name, "<0x%02X>", (unsigned)b);
-        t->bytes[b] = sala__find_model_token(t, name, 6);
-        missing += t->bytes[b] < 0;
+        int32_t id = l->t->bytes[b] = sala__find_plain(l->t, name, 6);
+        if (id < 0)
+            return sala__refuse(l,
+                                "the byte token %s is missing, or special: a tokenizer without "
+                                "all 256 byte tokens is not supported",
+                                name);
+        l->t->tokens[id].flags |= SALA__TOKEN_BYTE;
     }
-    t->unk = -1;
-    if (sala__json_text(j, unk)) {
-        t->unk =
-            sala__find_model_token(t, sala__json_text(j, unk), sala__json_at(j, unk)->text_size);
-        if (t->unk < 0)
-            return sala__fail(err, SALA_E_MODEL, "%s: the unk_token %.40s is not in model.vocab",
-                              t->where, sala__json_text(j, unk));
-    }
-    if (t->unk < 0 && (!t->byte_fallback || missing))
-        return sala__fail(
-            err, SALA_E_MODEL,
-            "%s: there is neither an unk_token nor byte fallback with all 256 byte tokens "
-            "<0x00> to <0xFF>, so some texts could not be encoded",
-            t->where);
     return 0;
 }
 
 // The two strings of a line of "merges": "a b" or ["a", "b"].
-static int sala__read_merge(const sala__json *j, int node, int line, const char *part[2],
-                            size_t size[2], sala_error *err) {
+static int sala__read_merge(const sala__loader *l, int node, uint32_t rank, const char *part[2],
+                            size_t size[2]) {
+    const sala__json *j = l->j;
     const sala__json_node *n = sala__json_at(j, node);
     const char *text = sala__json_text(j, node);
     if (text) {
@@ -3476,171 +2709,259 @@ static int sala__read_merge(const sala__json *j, int node, int line, const char 
             return 0;
         }
     } else if (n->type == SALA__ARRAY && n->count == 2) {
-        int second = j->nodes[n->child].next;
-        part[0] = sala__json_text(j, n->child);
-        part[1] = sala__json_text(j, second);
-        size[0] = sala__json_at(j, n->child)->text_size;
-        size[1] = sala__json_at(j, second)->text_size;
+        for (int i = 0, c = n->child; i < 2; i++, c = j->nodes[c].next) {
+            part[i] = sala__json_text(j, c);
+            size[i] = sala__json_at(j, c)->text_size;
+        }
         if (part[0] && part[1]) return 0;
     }
-    return sala__fail(err, SALA_E_MODEL, "%s: merge %d is not a pair of tokens", j->where, line);
+    return sala__refuse(l, "merge %u is not a pair of tokens", rank);
+}
+
+// Mark the border that the merge of two token strings joins; sala__joins says why.
+static void sala__mark_join(sala__tokenizer *t, const char *part[2], const size_t size[2]) {
+    uint32_t c;
+    int left = sala__utf8_last((const unsigned char *)part[0], size[0], &c);
+    int right = sala__utf8_get((const unsigned char *)part[1], size[1], &c);
+    if (left == 0 || right == 0) return; // the empty string: no symbol ever is that
+    int32_t a = sala__find_plain(t, part[0] + size[0] - left, (size_t)left);
+    int32_t b = sala__find_plain(t, part[1], (size_t)right);
+    if (a < 0 || b < 0) return; // cannot come about from single characters
+    uint32_t bit = sala__hash_pair(a, b) & t->joins_mask;
+    t->joins[bit >> 6] |= (uint64_t)1 << (bit & 63);
 }
 
 // One merge into the hash. `made` is working space for the joined string.
-static int sala__add_merge(sala__tokenizer *t, const char *part[2], const size_t size[2],
-                           uint32_t rank, sala__string *made, sala_error *err) {
-    int32_t id[3];
-    int code = 0;
+static int sala__add_merge(const sala__loader *l, int node, uint32_t rank, sala__string *made) {
+    sala__tokenizer *t = l->t;
+    const char *part[2] = {NULL, NULL};
+    size_t size[2] = {0, 0};
+    int32_t id[3] = {-1, -1, -1}; // left, right, both
     made->size = 0;
-    for (int i = 0; i < 2 && code >= 0; i++) {
-        id[i] = sala__find_model_token(t, part[i], size[i]);
-        code = sala__append(t->env, made, part[i], size[i], err);
-        if (code >= 0 && id[i] < 0)
-            code = sala__fail(err, SALA_E_MODEL,
-                              "%s: merge %u names \"%.60s\", which is not in model.vocab", t->where,
-                              rank, part[i]);
-    }
+    int code = sala__read_merge(l, node, rank, part, size);
+    for (int i = 0; i < 2 && code >= 0; i++)
+        code = sala__append(t->env, made, part[i], size[i], l->err);
     if (code < 0) return code;
-    id[2] = sala__find_model_token(t, made->data, made->size);
-    if (id[2] < 0)
-        return sala__fail(err, SALA_E_MODEL,
-                          "%s: merge %u makes \"%.60s\", which is not in model.vocab", t->where,
-                          rank, made->data);
-    if (t->tokens[id[2]].flags & SALA__TOKEN_CONTROL)
-        return 0; // plain text must not become a control token
-    uint32_t h = sala__hash_pair(id[0], id[1]), i = h & t->merges_mask;
-    while (t->merges[i].id >= 0 && (t->merges[i].left != id[0] || t->merges[i].right != id[1]))
-        i = (i + 1) & t->merges_mask;
-    t->merges[i].left = id[0]; // a repeated pair: the last one counts, as in the library
-    t->merges[i].right = id[1];
-    t->merges[i].rank = rank;
-    t->merges[i].id = id[2];
-    t->merges_filter[(h & t->filter_mask) >> 6] |= (uint64_t)1 << (h & 63);
+    for (int i = 0; i < 3; i++) {
+        const char *text = i < 2 ? part[i] : made->data;
+        id[i] = sala__find_token(t, text, i < 2 ? size[i] : made->size);
+        uint32_t flags = id[i] < 0 ? 0 : t->tokens[id[i]].flags;
+        if (!(flags & SALA__TOKEN_MODEL))
+            return sala__refuse(l, "merge %u: \"%.60s\" is not in model.vocab", rank, text);
+        if (i < 2 && (flags & SALA__TOKEN_BYTE)) // sala__joins relies on that
+            return sala__refuse(l, "merge %u joins the byte token %s", rank, text);
+        if (i == 2 && (flags & SALA__TOKEN_CONTROL)) return 0; // plain text must not become it
+    }
+    sala__merge *m = sala__merge_slot(t, id[0], id[1]);
+    m->left = id[0]; // a repeated pair: the last one counts, as in the library
+    m->right = id[1];
+    m->rank = rank;
+    m->id = id[2];
+    sala__mark_join(t, part, size);
     return 0;
 }
 
-// The filter of sala__joins, whose comment has the proof.
-static void sala__load_joins(sala__tokenizer *t) {
-    int odd = 0;
-    for (uint32_t i = 0; i <= t->merges_mask; i++) {
-        const sala__merge *m = &t->merges[i];
-        uint32_t a, b;
-        if (m->id < 0) continue;
-        const sala__token *left = &t->tokens[m->left], *right = &t->tokens[m->right];
-        const char *l = t->names.data + left->text, *r = t->names.data + right->text;
-        odd |= m->left == t->unk || m->right == t->unk;
-        odd |= left->text_size == 6 && memcmp(l, "<0x", 3) == 0;
-        odd |= right->text_size == 6 && memcmp(r, "<0x", 3) == 0;
-        int na = sala__utf8_last((const unsigned char *)l, left->text_size, &a);
-        int nb = sala__utf8_get((const unsigned char *)r, right->text_size, &b);
-        if (na == 0 || nb == 0) continue; // the empty string: no symbol ever is that
-        int32_t ia = sala__char_token(t, a), ib = sala__char_token(t, b);
-        if (ia < 0 || ib < 0) continue; // cannot come about from single characters
-        uint32_t h = sala__hash_pair(ia, ib) & t->filter_mask;
-        t->joins_filter[h >> 6] |= (uint64_t)1 << (h & 63);
-    }
-    if (odd) memset(t->joins_filter, 0xFF, ((size_t)t->filter_mask + 1) / 8);
-}
-
-static int sala__load_merges(sala__tokenizer *t, const sala__json *j, int model, sala_error *err) {
-    int list = sala__json_get(j, model, "merges"), code = 0;
+static int sala__load_merges(const sala__loader *l, int model) {
+    sala__tokenizer *t = l->t;
+    const sala__json_node *list = sala__member(l, model, "merges");
     sala__string made = {NULL, 0, 0};
     uint32_t rank = 0;
-    if (sala__json_at(j, list)->type != SALA__ARRAY)
-        return sala__fail(err, SALA_E_MODEL, "%s: model.merges must be an array", t->where);
+    int code = 0;
+    if (list->type != SALA__ARRAY) return sala__refuse(l, "model.merges must be an array");
     uint64_t slots = 16, bits;
-    while (slots < 2 * (uint64_t)j->nodes[list].count) slots *= 2;
+    while (slots < 2 * (uint64_t)list->count) slots *= 2;
     bits = slots * 8;
     t->merges_mask = (uint32_t)slots - 1;
-    t->filter_mask = (uint32_t)bits - 1;
-    t->merges = (sala__merge *)sala__alloc(t->env, slots, sizeof *t->merges, "merges", err);
-    t->merges_filter = (uint64_t *)sala__alloc(t->env, bits / 64, sizeof(uint64_t), "merges", err);
-    t->joins_filter = (uint64_t *)sala__alloc(t->env, bits / 64, sizeof(uint64_t), "merges", err);
-    if (!t->merges || !t->merges_filter || !t->joins_filter) return SALA_E_MEMORY;
+    t->joins_mask = (uint32_t)bits - 1;
+    t->merges = (sala__merge *)sala__alloc(t->env, slots, sizeof *t->merges, "merges", l->err);
+    t->joins = (uint64_t *)sala__alloc(t->env, bits / 64, sizeof *t->joins, "merges", l->err);
+    if (!t->merges || !t->joins) return SALA_E_MEMORY;
     for (uint64_t i = 0; i < slots; i++) t->merges[i].id = -1;
-    for (int c = j->nodes[list].child; c >= 0 && code >= 0; c = j->nodes[c].next) {
-        const char *part[2] = {NULL, NULL};
-        size_t size[2] = {0, 0};
-        const char *text = sala__json_text(j, c);
-        if (text && strncmp(text, "#version", 8) == 0) continue; // the library's old header line
-        code = sala__read_merge(j, c, (int)rank, part, size, err);
-        if (code >= 0) code = sala__add_merge(t, part, size, rank++, &made, err);
-    }
+    for (int c = list->child; c >= 0 && code >= 0; c = l->j->nodes[c].next)
+        code = sala__add_merge(l, c, rank++, &made);
     sala__release(t->env, made.data);
-    if (code >= 0) sala__load_joins(t);
     return code;
 }
 
-static int sala__compare_added(const void *a, const void *b) {
-    const sala__added *x = (const sala__added *)a, *y = (const sala__added *)b;
-    int order = memcmp(x->text, y->text, x->size < y->size ? x->size : y->size);
-    return order ? order : (x->size > y->size) - (x->size < y->size);
-}
-
-// The sorted list of added tokens to search for before (0) or after (NORMALIZED) the normaliser;
-// the latter are searched for in their normalised form.
-static int sala__load_added(sala__tokenizer *t, uint32_t normalized, sala__added_list *list,
-                            sala_error *err) {
-    sala__string one = {NULL, 0, 0}, spare = {NULL, 0, 0};
-    int code = 0;
-    int32_t n = 0, i = 0;
-    for (int32_t id = 0; id < t->size; id++) {
-        uint32_t f = t->tokens[id].flags;
-        n += (f & SALA__TOKEN_ADDED) && (f & SALA__TOKEN_NORMALIZED) == normalized;
-    }
-    list->items =
-        (sala__added *)sala__alloc(t->env, (size_t)n, sizeof *list->items, "added tokens", err);
-    if (!list->items) return SALA_E_MEMORY;
-    for (int32_t id = 0; id < t->size && code >= 0; id++) {
-        const sala__token *k = &t->tokens[id];
-        if (!(k->flags & SALA__TOKEN_ADDED) || (k->flags & SALA__TOKEN_NORMALIZED) != normalized)
-            continue;
-        code = sala__run_steps(t->env, t->normalizer, normalized ? t->normalizer_count : 0,
-                               t->names.data + k->text, k->text_size, 0, &one, &spare, err);
-        if (code >= 0 && (one.size == 0 || one.size > SALA__ADDED_MAX))
-            code =
-                sala__fail(err, SALA_E_MODEL,
-                           "%s: the added token %d has %zu bytes after the normalizer, not 1 to %d",
-                           t->where, (int)id, one.size, SALA__ADDED_MAX);
-        if (code < 0) break;
-        list->items[list->count].size = (uint32_t)one.size;
-        list->items[list->count++].id = id;
-        code = sala__append(t->env, &list->bytes, one.data, one.size, err);
-    }
-    sala__release(t->env, one.data);
-    sala__release(t->env, spare.data);
-    if (code < 0) return code;
-    const char *text = list->bytes.data;
-    for (i = 0; i < n; text += list->items[i++].size) list->items[i].text = text;
-    qsort(list->items, (size_t)n, sizeof *list->items, sala__compare_added);
-    i = 0;
-    for (int b = 0; b <= 256; b++) {
-        while (i < n && (unsigned char)list->items[i].text[0] < b) i++;
-        list->first[b] = i;
-    }
-    for (i = 1; i < n; i++)
-        if (sala__compare_added(&list->items[i - 1], &list->items[i]) == 0)
-            return sala__fail(err, SALA_E_MODEL,
-                              "%s: the added tokens %d and %d are the same after the normalizer",
-                              t->where, (int)list->items[i - 1].id, (int)list->items[i].id);
+// A short string of a step.
+static int sala__read_text(const sala__loader *l, int node, const char *what, int at_least,
+                           char *text, int *size) {
+    const sala__json_node *n = sala__json_at(l->j, node);
+    if (n->type != SALA__STRING || n->text_size < (size_t)at_least ||
+        n->text_size > SALA__STEP_TEXT)
+        return sala__refuse(l, "%s must be a string of %d to %d bytes", what, at_least,
+                            SALA__STEP_TEXT);
+    *size = (int)n->text_size;
+    memcpy(text, sala__json_text(l->j, node), n->text_size);
     return 0;
 }
 
-// Fill shown, shown_size of all tokens: what they decode to.
-static int sala__load_shown(sala__tokenizer *t, sala_error *err) {
-    sala__string one = {NULL, 0, 0}, spare = {NULL, 0, 0};
+// A Replace or Prepend.
+static int sala__read_step(const sala__loader *l, int node, sala__steps *steps) {
+    if (steps->count == SALA__STEPS)
+        return sala__refuse(l, "more than %d steps of Replace and Prepend are not supported",
+                            SALA__STEPS);
+    sala__step *s = &steps->items[steps->count++];
+    if (sala__is_kind(l, node, "Prepend"))
+        return sala__read_text(l, sala__json_get(l->j, node, "prepend"), "the text of Prepend", 0,
+                               s->to, &s->to_size);
+    int pattern = sala__json_get(l->j, sala__json_get(l->j, node, "pattern"), "String");
+    int content = sala__json_get(l->j, node, "content");
+    if (pattern < 0) return sala__refuse(l, "the pattern of Replace must be a plain \"String\"");
+    int code = sala__read_text(l, pattern, "the pattern of Replace", 1, s->from, &s->from_size);
+    if (code >= 0)
+        code = sala__read_text(l, content, "the content of Replace", 0, s->to, &s->to_size);
+    if (code < 0 || s->to_size <= SALA__STEP_GROWTH * s->from_size) return code;
+    return sala__refuse(l, "a Replace makes text over %d times longer", SALA__STEP_GROWTH);
+}
+
+static int sala__read_normalizer(const sala__loader *l, int node) {
+    int code = 0, sequence = sala__is_kind(l, node, "Sequence"), c = node;
+    if (sala__json_at(l->j, node)->type == SALA__NULL) return 0;
+    if (sequence) c = sala__member(l, node, "normalizers")->child;
+    while (c >= 0 && code >= 0) {
+        if (!sala__is_kind(l, c, "Replace") && !sala__is_kind(l, c, "Prepend"))
+            return sala__refuse(l,
+                                "the normalizer %.40s is not supported; Llama/MiniCPM style "
+                                "tokenizers have Prepend, Replace or none",
+                                sala__kind(l, c));
+        code = sala__read_step(l, c, &l->t->normalizer);
+        c = sequence ? l->j->nodes[c].next : -1;
+    }
+    return code;
+}
+
+static int sala__read_pre_tokenizer(const sala__loader *l, int node) {
+    static const char *const schemes[] = {"never", "first", "always"}; // SALA__PREFIX_*
+    sala__tokenizer *t = l->t;
+    if (sala__json_at(l->j, node)->type == SALA__NULL) return 0;
+    if (!sala__is_kind(l, node, "Metaspace"))
+        return sala__refuse(l,
+                            "the pre_tokenizer %.40s is not supported; Llama/MiniCPM style "
+                            "tokenizers have Metaspace or none",
+                            sala__kind(l, node));
+    int scheme = sala__json_get(l->j, node, "prepend_scheme");
+    while (t->prefix < 3 && !sala__json_is(l->j, scheme, schemes[t->prefix])) t->prefix++;
+    if (t->prefix == 3)
+        return sala__refuse(l, "the prepend_scheme of Metaspace must be always, first or never");
+    t->split = 1;
+    t->metaspace.from[0] = ' ';
+    t->metaspace.from_size = 1;
+    int code =
+        sala__read_text(l, sala__json_get(l->j, node, "replacement"),
+                        "the replacement of Metaspace", 1, t->metaspace.to, &t->metaspace.to_size);
+    return code < 0 ? code : sala__read_flag(l, node, "split", &t->split);
+}
+
+// The decoder: only the Llama sequence. Replace and ByteFallback see single tokens, so they are
+// applied once for all at load (sala__load_texts); Strip sees the front of the whole text.
+static int sala__read_decoder(const sala__loader *l, int node) {
+    static const char *const order[] = {"ByteFallback", "Fuse", "Strip"};
+    const sala__json *j = l->j;
+    int code = 0, place = 0, last = -1, c = sala__member(l, node, "decoders")->child;
+    for (; code >= 0 && sala__is_kind(l, c, "Replace"); c = j->nodes[c].next)
+        code = sala__read_step(l, c, &l->t->decoder);
+    for (; place < 3 && sala__is_kind(l, c, order[place]); place++) {
+        last = c;
+        c = j->nodes[c].next;
+    }
+    l->t->strip_space = place == 3;
+    int one_space = sala__json_is(j, sala__json_get(j, last, "content"), " ") &&
+                    sala__member(l, last, "start")->number == 1 &&
+                    sala__member(l, last, "stop")->number == 0;
+    if (code < 0 || (c < 0 && (place == 2 || (place == 3 && one_space)))) return code;
+    return sala__refuse(l, "the decoder is not a Sequence of Replace, ByteFallback, Fuse and "
+                           "perhaps Strip of one space at the start, as Llama style tokenizers "
+                           "have it");
+}
+
+// Which token the post-processor puts in front; sets bos and add_bos.
+static int sala__read_post_processor(const sala__loader *l, int node) {
+    sala__tokenizer *t = l->t;
+    const sala__json *j = l->j;
+    int c = sala__member(l, node, "single")->child;
+    int name = sala__json_get(j, sala__json_get(j, c, "SpecialToken"), "id");
+    const char *text = sala__json_text(j, name);
+    if (sala__json_at(j, node)->type == SALA__NULL) return 0;
+    if (!sala__is_kind(l, node, "TemplateProcessing"))
+        return sala__refuse(l,
+                            "the post_processor %.40s is not supported; only "
+                            "TemplateProcessing is",
+                            sala__kind(l, node));
+    if (text) {
+        t->add_bos = 1;
+        t->bos = sala__find_token(t, text, sala__json_at(j, name)->text_size);
+        if (t->bos < 0)
+            return sala__refuse(l, "the post_processor's %.40s is not in the vocabulary", text);
+        c = j->nodes[c].next;
+    }
+    if (sala__json_get(j, c, "Sequence") < 0)
+        return sala__refuse(l, "the post_processor must be one token (BOS), then the text");
+    if (j->nodes[c].next >= 0)
+        sala__log(t->env, SALA_LOG_WARNING,
+                  "%s: what the post_processor adds after a text is left out", j->where);
+    return 0;
+}
+
+// An added token that is to be searched for as `text`.
+static int sala__trie_add(const sala__loader *l, sala__trie *trie, const char *text, size_t size,
+                          int32_t id) {
+    if (size == 0 || size > SALA__ADDED_MAX)
+        return sala__refuse(l, "the added token %d must have 1 to %d bytes when normalized",
+                            (int)id, SALA__ADDED_MAX);
+    int code = sala__grow(l->t->env, (void **)&trie->nodes, &trie->capacity,
+                          trie->count + 256 + size, sizeof *trie->nodes, "added tokens", l->err);
+    if (code < 0) return code;
+    if (trie->count == 0) {
+        trie->count = 256;
+        memset(trie->nodes, -1, 256 * sizeof *trie->nodes);
+    }
+    int32_t at = (unsigned char)text[0];
+    for (size_t i = 1; i < size; i++) {
+        int32_t next = sala__trie_child(trie, at, text[i]);
+        if (next < 0) {
+            sala__trie_node node = {-1, -1, trie->nodes[at].child, (unsigned char)text[i]};
+            next = trie->nodes[at].child = (int32_t)trie->count;
+            trie->nodes[trie->count++] = node;
+        }
+        at = next;
+    }
+    if (trie->nodes[at].id >= 0)
+        return sala__refuse(l, "the added tokens %d and %d are the same after the normalizer",
+                            (int)trie->nodes[at].id, (int)id);
+    trie->nodes[at].id = id;
+    return 0;
+}
+
+// Once for all: what the added tokens are searched for as, and what all tokens decode to. For
+// "normalized" ones that is their normalised string, in both.
+static int sala__load_texts(const sala__loader *l) {
+    sala__tokenizer *t = l->t;
+    sala__string text = {NULL, 0, 0}, shown = {NULL, 0, 0}, spare = {NULL, 0, 0};
     int code = 0;
     for (int32_t id = 0; id < t->size && code >= 0; id++) {
-        one.size = 0;
-        code = sala__token_text(t, id, 0, &one, &spare, err);
-        if (code >= 0 && t->names.size + one.size > UINT32_MAX)
-            code = sala__fail(err, SALA_E_MODEL, "%s: the vocabulary is too large", t->where);
+        sala__token *k = &t->tokens[id];
+        int normalized = (k->flags & SALA__TOKEN_NORMALIZED) != 0;
+        code = sala__run_steps(t->env, normalized ? &t->normalizer : NULL, t->names.data + k->text,
+                               k->text_size, &text, &spare, l->err);
+        if (code >= 0 && (k->flags & SALA__TOKEN_ADDED))
+            code = sala__trie_add(l, &t->added[normalized], text.data, text.size, id);
+        if (code >= 0)
+            code =
+                sala__run_steps(t->env, &t->decoder, text.data, text.size, &shown, &spare, l->err);
+        if (code >= 0 && t->names.size + shown.size > UINT32_MAX)
+            code = sala__refuse(l, "the vocabulary is too large");
         if (code < 0) break;
-        t->tokens[id].shown = (uint32_t)t->names.size;
-        t->tokens[id].shown_size = (uint32_t)one.size;
-        code = sala__append(t->env, &t->names, one.data, one.size, err);
+        if (k->flags & SALA__TOKEN_BYTE) {
+            shown.data[0] = (char)strtol(t->names.data + k->text + 3, NULL, 16);
+            shown.size = 1;
+        }
+        k->shown = (uint32_t)t->names.size;
+        k->shown_size = (uint32_t)shown.size;
+        code = sala__append(t->env, &t->names, shown.data, shown.size, l->err);
     }
-    sala__release(t->env, one.data);
+    sala__release(t->env, text.data);
+    sala__release(t->env, shown.data);
     sala__release(t->env, spare.data);
     return code;
 }
@@ -3648,39 +2969,33 @@ static int sala__load_shown(sala__tokenizer *t, sala_error *err) {
 // ---- the chat template ----
 
 /*  No Jinja runs here: the one template that we can write ourselves, ChatML, is recognised by its
-    text. For that it is reduced to what it puts out: white space, quotes, + ~ ( ) and {{ }} are
-    dropped, message['role'] becomes message.role, and a line end outside of tags becomes \n, as it
-    stands in a string, unless a tag eats it. */
-static int sala__reduce_template(const sala__env *env, const char *p, size_t size,
-                                 sala__string *out, sala_error *err) {
-    int inside = 0, eat = 0, code = 0; // inside a tag; line ends are eaten (after "%}" and "-}}")
-    for (size_t i = 0; i < size && code >= 0; i++) {
-        char c = p[i], next = i + 1 < size ? p[i + 1] : 0;
-        int open = c == '{' && (next == '{' || next == '%'),
-            close = (c == '}' || c == '%') && next == '}' && inside;
-        if (open || close) {
-            char before = i > 0 ? p[i - 1] : 0, after = i + 2 < size ? p[i + 2] : 0;
-            inside = open;
-            eat = close && (c == '%' || before == '-');
-            // "{{-" eats line ends before it; a string's escape has the end of its tag behind it.
-            while (open && after == '-' && out->size >= 2 &&
-                   memcmp(out->data + out->size - 2, "\\\n", 2) == 0)
-                out->size -= 2;
-            if (c == '%' || next == '%') code = sala__append(env, out, open ? "{%" : "%}", 2, err);
-            i += 1 + (open && after == '-');
-        } else if (c == '\n' && !inside) {
-            if (!eat)
-                code = sala__append(env, out, "\\\n", 2, err); // told from an escape until the end
-        } else if (!strchr(" \t\r\n\v\f'\"+~()]", c) &&
-                   !(c == '-' && inside && (next == '}' || next == '%'))) {
+    text. For that it is reduced in place to what it puts out: {% %}, white space, quotes, + ~ ( ) -
+    and {{ }} are dropped, and message['role'] becomes message.role. Line ends stay where they come
+    from a string's \n, or stand outside of tags and no tag eats them. */
+static void sala__reduce_template(char *s) {
+    char *out = s, tag = 0; // '{' or '%': inside of such a tag
+    int eat = 0;            // line ends, after "%}" and "-}}"
+    // Until the end a line end that stands outside of tags is '\r'.
+    for (const char *p = s; *p; p++) {
+        if (!tag && p[0] == '{' && (p[1] == '{' || p[1] == '%')) {
+            tag = *++p;
+            while (p[1] == '-' && out > s && out[-1] == '\r') out--;
+        } else if (tag && p[0] == (tag == '{' ? '}' : '%') && p[1] == '}') {
+            eat = tag == '%' || p[-1] == '-';
+            tag = 0;
+            p++;
+        } else if (*p == '\n' && !tag) {
+            if (!eat) *out++ = '\r';
+        } else if (tag != '%' && !strchr(" \t\r\n\v\f'\"+~()]-", *p)) {
+            int escape = p[0] == '\\' && p[1] == 'n';
+            *out++ = escape ? '\n' : *p == '[' ? '.' : *p;
+            p += escape;
             eat = 0;
-            code = sala__append(env, out, c == '[' ? "." : &c, 1, err);
         }
     }
-    if (code >= 0) code = sala__append(env, out, "", 1, err);
-    for (size_t i = 0; i + 1 < out->size; i++)
-        if (out->data[i] == '\\' && out->data[i + 1] == '\n') out->data[i + 1] = 'n';
-    return code;
+    *out = 0;
+    for (out = s; *out; out++)
+        if (*out == '\r') *out = '\n';
 }
 
 static int sala__accept(const char **p, const char *word) {
@@ -3690,124 +3005,72 @@ static int sala__accept(const char **p, const char *word) {
     return 1;
 }
 
-// Does <|im_start|> ROLE \n CONTENT <|im_end|> \n begin here? `*trim`: the content is trimmed.
-static int sala__is_chatml_turn(const char *p, int *trim) {
+// Does <|im_start|> ROLE \n CONTENT <|im_end|> \n begin here?
+static int sala__is_chatml_turn(const char *p) {
     if (!sala__accept(&p, SALA__IM_START)) return 0;
     if (!sala__accept(&p, "message.role") && !sala__accept(&p, "role") && !sala__accept(&p, "user"))
         return 0;
-    if (!sala__accept(&p, "\\n")) return 0;
+    if (!sala__accept(&p, "\n")) return 0;
     if (!sala__accept(&p, "message.content") && !sala__accept(&p, "content")) return 0;
-    *trim = sala__accept(&p, "|trim");
-    if (sala__accept(&p, "{%")) { // "if loop.last and ...": whether the turn is closed
-        p = strstr(p, "%}");
-        if (!p) return 0;
-        p += 2;
-    }
-    return sala__accept(&p, SALA__IM_END) && sala__accept(&p, "\\n");
-}
-
-// A system turn with a text of its own.
-static int sala__has_default_system(const char *p) {
-    static const char head[] = SALA__IM_START "system\\n";
-    while ((p = strstr(p, head)) != NULL) {
-        p += sizeof head - 1;
-        if (strncmp(p, "message", 7) != 0 && strncmp(p, "content", 7) != 0 &&
-            strncmp(p, "system", 6) != 0 && *p != '{')
-            return 1;
-    }
-    return 0;
+    sala__accept(&p, "|trim");
+    return sala__accept(&p, SALA__IM_END "\n");
 }
 
 static int sala__read_template(sala__tokenizer *t, const char *text, size_t size, sala_error *err) {
+    static const char *const extras[][2] = {{SALA__IM_START "system", "system prompts"},
+                                            {"tools", "tools"},
+                                            {"enable_thinking", "enable_thinking"},
+                                            {"trim", "trimming of contents"}};
     sala__string s = {NULL, 0, 0};
-    int turn = 0, trim = 0, one_trim = 0;
-    int code = sala__reduce_template(t->env, text, size, &s, err);
-    if (code < 0) {
-        sala__release(t->env, s.data);
-        return code;
+    char found[128] = "";
+    int turn = 0, code = sala__append(t->env, &s, text, size, err);
+    if (code < 0) return code;
+    for (int i = 0; i < 4; i++) {
+        size_t n = strlen(found);
+        if (strstr(s.data, extras[i][0]))
+            snprintf(found + n, sizeof found - n, "%s%s", n ? ", " : "", extras[i][1]);
     }
-    for (const char *p = s.data; (p = strstr(p, SALA__IM_START)) != NULL; p++) {
-        turn |= sala__is_chatml_turn(p, &one_trim);
-        trim |= one_trim;
-    }
-    int known = turn && strstr(s.data, SALA__IM_START "assistant\\n") != NULL;
-    t->template_name = known ? "chatml" : "unrecognised";
-    if (known) {
-        const char *prompt = sala__has_default_system(s.data) ? ", a default system prompt" : "";
-        const char *tools = strstr(s.data, "tools") ? ", tools" : "";
-        const char *thinking = strstr(s.data, "enable_thinking") ? ", enable_thinking" : "";
-        const char *trimmed = trim ? ", trimming of contents" : "";
-        if (*prompt || *tools || *thinking || *trimmed)
-            sala__log(
-                t->env, SALA_LOG_WARNING,
-                "the chat template is ChatML, but holds things that are not reproduced: %s%s%s%s",
-                *prompt ? prompt + 2 : "",
-                *prompt  ? tools
-                : *tools ? tools + 2
-                         : "",
-                *prompt || *tools ? thinking
-                : *thinking       ? thinking + 2
-                                  : "",
-                *prompt || *tools || *thinking ? trimmed
-                : *trimmed                     ? trimmed + 2
-                                               : "");
-    }
+    sala__reduce_template(s.data);
+    for (const char *p = s.data; (p = strstr(p, SALA__IM_START)) != NULL; p++)
+        turn |= sala__is_chatml_turn(p);
+    turn &= strstr(s.data, SALA__IM_START "assistant\n") != NULL;
+    t->template_name = turn ? "chatml" : "unrecognised";
+    if (turn && *found)
+        sala__log(t->env, SALA_LOG_WARNING,
+                  "the chat template is ChatML, but what it does about these is not reproduced: %s",
+                  found);
     sala__release(t->env, s.data);
     return 0;
-}
-
-// chat_template of tokenizer_config.json: a string, or a list of {name, template}: "default", else
-// the first.
-static int sala__find_template(const sala__json *c) {
-    int node = sala__json_get(c, 0, "chat_template");
-    if (sala__json_at(c, node)->type != SALA__ARRAY) return node;
-    int found = -1;
-    for (int i = c->nodes[node].child; i >= 0; i = c->nodes[i].next)
-        if (found < 0 || sala__json_is(c, sala__json_get(c, i, "name"), "default"))
-            found = sala__json_get(c, i, "template");
-    return found;
 }
 
 // ---- open ----
 
 // "bos_token" and its like: a string, or an object with "content". Sets *id; leaves it when there
 // is none.
-static int sala__read_token_name(const sala__tokenizer *t, const sala__json *c, const char *key,
-                                 int32_t *id, sala_error *err) {
-    int node = sala__json_get(c, 0, key);
-    if (sala__json_at(c, node)->type == SALA__OBJECT) node = sala__json_get(c, node, "content");
-    const char *text = sala__json_text(c, node);
+static int sala__read_token_name(const sala__loader *l, const char *key, int32_t *id) {
+    int node = sala__json_get(l->j, 0, key);
+    if (sala__json_at(l->j, node)->type == SALA__OBJECT)
+        node = sala__json_get(l->j, node, "content");
+    const char *text = sala__json_text(l->j, node);
     if (!text) return 0;
-    *id = sala__find_token(t, text, sala__json_at(c, node)->text_size);
-    if (*id >= 0) return 0;
-    return sala__fail(err, SALA_E_MODEL, "%s: %s \"%.60s\" is not in the vocabulary", c->where, key,
-                      text);
+    *id = sala__find_token(l->t, text, sala__json_at(l->j, node)->text_size);
+    return *id >= 0 ? 0 : sala__refuse(l, "%s \"%.60s\" is not in the vocabulary", key, text);
 }
 
-// tokenizer_config.json (NULL: there is none), and the template from chat_template.jinja (NULL
-// likewise) which wins.
-static int sala__load_config(sala__tokenizer *t, const sala__json *c, const sala__file *jinja,
-                             sala_error *err) {
-    int code = 0, eos = 0, node = -1;
-    if (c) {
-        code = sala__read_token_name(t, c, "bos_token", &t->bos, err);
-        if (code >= 0) code = sala__read_token_name(t, c, "eos_token", &t->eos, err);
-        if (code >= 0) code = sala__read_flag(c, 0, "add_bos_token", t->add_bos, &t->add_bos, err);
-        if (code >= 0) code = sala__read_flag(c, 0, "add_eos_token", 0, &eos, err);
-        if (code >= 0 && t->add_bos && t->bos < 0)
-            code = sala__fail(err, SALA_E_MODEL,
-                              "%s: add_bos_token is true, but no bos_token is named", c->where);
-        if (code < 0) return code;
-        if (eos)
-            sala__log(t->env, SALA_LOG_WARNING,
-                      "%s: add_eos_token is ignored: EOS is never added to a text", c->where);
-        node = sala__find_template(c);
-    }
-    if (jinja) return sala__read_template(t, (const char *)jinja->data, (size_t)jinja->size, err);
-    if (c && sala__json_text(c, node))
-        return sala__read_template(t, sala__json_text(c, node), sala__json_at(c, node)->text_size,
-                                   err);
-    return 0;
+// tokenizer_config.json.
+static int sala__load_config(const sala__loader *l) {
+    sala__tokenizer *t = l->t;
+    int add_eos = 0;
+    int code = sala__read_token_name(l, "bos_token", &t->bos);
+    if (code >= 0) code = sala__read_token_name(l, "eos_token", &t->eos);
+    if (code >= 0) code = sala__read_flag(l, 0, "add_bos_token", &t->add_bos);
+    if (code >= 0) code = sala__read_flag(l, 0, "add_eos_token", &add_eos);
+    if (code >= 0 && t->add_bos && t->bos < 0)
+        code = sala__refuse(l, "add_bos_token is true, but no bos_token is named");
+    if (code >= 0 && add_eos)
+        sala__log(t->env, SALA_LOG_WARNING,
+                  "%s: add_eos_token is ignored: EOS is never added to a text", l->j->where);
+    return code;
 }
 
 // What must not come out of plain text.
@@ -3821,54 +3084,29 @@ static void sala__mark_control(sala__tokenizer *t) {
         if (t->tokens[id].flags & SALA__TOKEN_SPECIAL) t->tokens[id].flags |= SALA__TOKEN_CONTROL;
 }
 
-// The switches of "model", and what is refused.
-static int sala__read_model(sala__tokenizer *t, const sala__json *j, int model, sala_error *err) {
-    static const char *const affixes[] = {"continuing_subword_prefix", "end_of_word_suffix"};
-    if (!sala__is_kind(j, model, "BPE"))
-        return sala__fail(err, SALA_E_MODEL, "%s: the model is %.40s, but only BPE is supported",
-                          t->where, sala__kind(j, model));
-    for (int i = 0; i < 2; i++) {
-        const sala__json_node *n = sala__json_at(j, sala__json_get(j, model, affixes[i]));
-        if (n->type != SALA__NULL && !(n->type == SALA__STRING && n->text_size == 0))
-            return sala__fail(err, SALA_E_MODEL, "%s: %s is not supported", t->where, affixes[i]);
-    }
-    const sala__json_node *n = sala__json_at(j, sala__json_get(j, model, "dropout"));
-    if (n->type != SALA__NULL && !(n->type == SALA__NUMBER && n->number == 0))
-        return sala__fail(err, SALA_E_MODEL, "%s: BPE dropout is not supported", t->where);
-    int code = sala__read_flag(j, model, "byte_fallback", 0, &t->byte_fallback, err);
-    if (code >= 0) code = sala__read_flag(j, model, "fuse_unk", 0, &t->fuse_unk, err);
-    if (code >= 0) code = sala__read_flag(j, model, "ignore_merges", 0, &t->ignore_merges, err);
-    return code;
-}
-
-// From parsed files; config and jinja may be NULL. Released on error.
+// From parsed files; config may be NULL, and so may jinja, whose template wins. Released on error.
 static int sala__tokenizer_load(sala__tokenizer *t, const sala__json *j, const sala__json *config,
                                 const sala__file *jinja, sala_error *err) {
-    int model = sala__json_get(j, 0, "model"), decoder = sala__json_get(j, 0, "decoder"), phase = 0;
-    int code = sala__utf8_valid(j->strings.data, j->strings.size)
-                   ? 0
-                   : sala__fail(err, SALA_E_FILE, "%s: holds text that is not UTF-8", t->where);
-    if (code >= 0) code = sala__read_model(t, j, model, err);
-    if (code >= 0) code = sala__load_vocabulary(t, j, model, err);
-    if (code >= 0)
-        code = sala__read_post_processor(t, j, sala__json_get(j, 0, "post_processor"), err);
-    if (code >= 0) code = sala__load_config(t, config, jinja, err);
-    if (code >= 0) {
-        sala__mark_control(t);
-        code = sala__load_characters(t, j, model, err);
-    }
-    if (code >= 0) code = sala__load_merges(t, j, model, err);
-    if (code >= 0) code = sala__read_normalizer(t, j, sala__json_get(j, 0, "normalizer"), err);
-    if (code >= 0) code = sala__check_growth(t, err);
-    if (code >= 0)
-        code = sala__read_pre_tokenizer(t, j, sala__json_get(j, 0, "pre_tokenizer"), err);
-    t->join_spaces = sala__json_at(j, decoder)->type == SALA__NULL;
-    if (code >= 0 && !t->join_spaces) code = sala__read_decoder(t, j, decoder, &phase, err);
-    if (code >= 0) code = sala__load_added(t, 0, &t->raw, err);
-    if (code >= 0) code = sala__load_added(t, SALA__TOKEN_NORMALIZED, &t->normalized, err);
-    if (code >= 0) code = sala__load_shown(t, err);
-    t->where = NULL;
-    return code;
+    sala__loader l = {t, j, err}, c = {t, config, err};
+    int model = sala__json_get(j, 0, "model");
+    int code = sala__read_model(&l, model);
+    if (code >= 0) code = sala__load_vocabulary(&l, model);
+    if (code >= 0) code = sala__read_post_processor(&l, sala__json_get(j, 0, "post_processor"));
+    if (code >= 0 && config) code = sala__load_config(&c);
+    if (code < 0) return code;
+    sala__mark_control(t);
+    code = sala__load_bytes(&l);
+    if (code >= 0) code = sala__load_merges(&l, model);
+    if (code >= 0) code = sala__read_normalizer(&l, sala__json_get(j, 0, "normalizer"));
+    if (code >= 0) code = sala__read_pre_tokenizer(&l, sala__json_get(j, 0, "pre_tokenizer"));
+    if (code >= 0) code = sala__read_decoder(&l, sala__json_get(j, 0, "decoder"));
+    if (code >= 0) code = sala__load_texts(&l);
+    if (code < 0) return code;
+    if (jinja) return sala__read_template(t, (const char *)jinja->data, (size_t)jinja->size, err);
+    int node = config ? sala__json_get(config, 0, "chat_template") : -1;
+    if (node < 0 || !sala__json_text(config, node)) return 0;
+    return sala__read_template(t, sala__json_text(config, node),
+                               sala__json_at(config, node)->text_size, err);
 }
 
 static void sala__tokenizer_close(sala__tokenizer *t) { // a tokenizer that is all zeros is fine
@@ -3876,45 +3114,18 @@ static void sala__tokenizer_close(sala__tokenizer *t) { // a tokenizer that is a
     sala__release(t->env, t->tokens);
     sala__release(t->env, t->names.data);
     sala__release(t->env, t->by_name);
-    sala__release(t->env, t->chars);
     sala__release(t->env, t->merges);
-    sala__release(t->env, t->merges_filter);
-    sala__release(t->env, t->joins_filter);
-    sala__release(t->env, t->raw.items);
-    sala__release(t->env, t->raw.bytes.data);
-    sala__release(t->env, t->normalized.items);
-    sala__release(t->env, t->normalized.bytes.data);
+    sala__release(t->env, t->joins);
+    for (int stage = 0; stage < 2; stage++) sala__release(t->env, t->added[stage].nodes);
     memset(t, 0, sizeof *t);
 }
 
-static void sala__tokenizer_start(sala__tokenizer *t, const sala__env *env, const char *where,
-                                  int vocab_limit) {
+static void sala__tokenizer_start(sala__tokenizer *t, const sala__env *env, int vocab_limit) {
     memset(t, 0, sizeof *t);
     t->env = env;
-    t->where = where;
     t->limit = vocab_limit > 0 ? vocab_limit : 0;
-    t->unk = t->bos = t->eos = t->im_start = t->im_end = -1;
+    t->bos = t->eos = t->im_start = t->im_end = -1;
     t->template_name = "none";
-}
-
-// Parse the three files (two of them may be missing) and load.
-static int sala__tokenizer_files(sala__tokenizer *t, const char *main_path, const char *config_path,
-                                 const char *jinja_path, sala_error *err) {
-    sala__json j, c;
-    sala__file jinja = {NULL, 0};
-    int has_config = sala__file_exists(config_path), has_jinja = sala__file_exists(jinja_path);
-    memset(&j, 0, sizeof j);
-    memset(&c, 0, sizeof c);
-    int code = sala__json_file(t->env, main_path, SALA__TOKENIZER_FILE_MAX, &j, err);
-    if (code >= 0 && has_config)
-        code = sala__json_file(t->env, config_path, SALA__TOKENIZER_FILE_MAX, &c, err);
-    if (code >= 0 && has_jinja) code = sala__map_file(jinja_path, &jinja, err);
-    if (code >= 0)
-        code = sala__tokenizer_load(t, &j, has_config ? &c : NULL, has_jinja ? &jinja : NULL, err);
-    sala__unmap_file(&jinja);
-    sala__json_free(&j);
-    sala__json_free(&c);
-    return code;
 }
 
 // Open the tokenizer of a model folder. `vocab_limit`: rows of the embedding. `template_override`:
@@ -3922,71 +3133,65 @@ static int sala__tokenizer_files(sala__tokenizer *t, const char *main_path, cons
 static int sala__tokenizer_open(const sala__env *env, const char *folder, int vocab_limit,
                                 const char *template_override, sala__tokenizer *t,
                                 sala_error *err) {
+    static const char *const names[3] = {"tokenizer.json", "tokenizer_config.json",
+                                         "chat_template.jinja"};
+    char *paths[3] = {NULL, NULL, NULL};
+    int exists[3] = {0, 0, 0}, code = 0; // of the last two: they may be missing
+    sala__json j, c;
+    sala__file jinja = {NULL, 0};
+    memset(&j, 0, sizeof j);
+    memset(&c, 0, sizeof c);
     memset(t, 0, sizeof *t);
     if (template_override && strcmp(template_override, "chatml") != 0)
         return sala__fail(err, SALA_E_ARGUMENT,
                           "chat_template \"%.40s\" is unknown; only \"chatml\" can be asked for",
                           template_override);
-    char *main_path = sala__join(env, folder, "tokenizer.json", err);
-    char *config_path = main_path ? sala__join(env, folder, "tokenizer_config.json", err) : NULL;
-    char *jinja_path = config_path ? sala__join(env, folder, "chat_template.jinja", err) : NULL;
-    int code = SALA_E_MEMORY;
-    if (jinja_path) {
-        sala__tokenizer_start(t, env, main_path, vocab_limit);
-        code = sala__tokenizer_files(t, main_path, config_path, jinja_path, err);
-        if (code < 0)
-            sala__tokenizer_close(t);
-        else if (template_override)
-            t->template_name = "chatml";
+    for (int i = 0; i < 3 && code >= 0; i++) {
+        paths[i] = sala__join(env, folder, names[i], err);
+        if (!paths[i]) code = SALA_E_MEMORY;
+        exists[i] = paths[i] && sala__file_exists(paths[i]);
     }
-    sala__release(env, main_path);
-    sala__release(env, config_path);
-    sala__release(env, jinja_path);
+    sala__tokenizer_start(t, env, vocab_limit);
+    if (code >= 0) code = sala__json_file(env, paths[0], SALA__TOKENIZER_FILE_MAX, &j, err);
+    if (code >= 0 && exists[1])
+        code = sala__json_file(env, paths[1], SALA__TOKENIZER_FILE_MAX, &c, err);
+    if (code >= 0 && exists[2]) code = sala__map_file(paths[2], &jinja, err);
+    if (code >= 0)
+        code = sala__tokenizer_load(t, &j, exists[1] ? &c : NULL, exists[2] ? &jinja : NULL, err);
+    if (code < 0)
+        sala__tokenizer_close(t);
+    else if (template_override)
+        t->template_name = "chatml";
+    sala__unmap_file(&jinja);
+    sala__json_free(&j);
+    sala__json_free(&c);
+    for (int i = 0; i < 3; i++) sala__release(env, paths[i]);
     return code;
 }
 
 // ---- chat ----
 
-// One stretch of template text between two markers, which may swallow white space around them.
-// (left: the marker before it, right: the one after it or -1.)
-static int sala__encode_between(sala__encoder *e, const char *text, size_t size, int32_t left,
-                                int32_t right) {
-    const sala__token *tokens = e->t->tokens;
-    const unsigned char *p = (const unsigned char *)text;
-    uint32_t c;
-    int n;
-    if (tokens[left].flags & SALA__TOKEN_RSTRIP)
-        while ((n = sala__utf8_get(p, size, &c)) > 0 && sala__is_space(c))
-            p += n, size -= (size_t)n;
-    if (right >= 0 && (tokens[right].flags & SALA__TOKEN_LSTRIP))
-        while ((n = sala__utf8_last(p, size, &c)) > 0 && sala__is_space(c)) size -= (size_t)n;
-    return size ? sala__encode_text(e, (const char *)p, size, 0) : 0;
-}
-
 // Can we write this model's chat? The sentence in `err` says what is in the way.
 static int sala__check_chat(const sala__tokenizer *t, sala_error *err) {
     if (strcmp(t->template_name, "chatml") != 0)
-        return sala__fail(
-            err, SALA_E_MODEL,
-            "the model has %s; if it was trained with ChatML, open it with --template chatml "
-            "(option chat_template=\"chatml\")",
-            t->template_name[0] == 'n' ? "no chat template"
-                                       : "a chat template that was not recognised as ChatML");
-    if (t->im_start < 0 || t->im_end < 0)
-        return sala__fail(
-            err, SALA_E_MODEL,
-            "the ChatML marker %s is not in the vocabulary: this model has no ChatML chat",
-            t->im_start < 0 ? SALA__IM_START : SALA__IM_END);
-    uint32_t a = t->tokens[t->im_start].flags, b = t->tokens[t->im_end].flags;
-    int prepends = 0;
-    for (int i = 0; i < t->normalizer_count; i++)
-        prepends |= t->normalizer[i].type == SALA__PREPEND;
-    if (!(a & b & SALA__TOKEN_ADDED) || ((a | b) & SALA__TOKEN_SINGLE) ||
-        (prepends && ((a | b) & SALA__TOKEN_NORMALIZED)))
-        return sala__fail(
-            err, SALA_E_MODEL,
-            "the ChatML markers must be added tokens without single_word, and without "
-            "normalized where the normalizer has Prepend: the ids of a chat would be uncertain");
+        return sala__fail(err, SALA_E_MODEL,
+                          "the model has %s; if it was trained with ChatML, open it with "
+                          "--template chatml (option chat_template=\"chatml\")",
+                          strcmp(t->template_name, "none") == 0
+                              ? "no chat template"
+                              : "a chat template that was not recognised as ChatML");
+    for (int i = 0; i < 2; i++) {
+        int32_t id = i ? t->im_end : t->im_start;
+        uint32_t flags = id < 0 ? 0 : t->tokens[id].flags;
+        // With the other flags the ids would depend on what stands around the marker.
+        if ((flags & (SALA__TOKEN_ADDED | SALA__TOKEN_NORMALIZED | SALA__TOKEN_LSTRIP |
+                      SALA__TOKEN_RSTRIP)) != SALA__TOKEN_ADDED)
+            return sala__fail(
+                err, SALA_E_MODEL,
+                "the ChatML marker %s is not in the vocabulary as an added token "
+                "without normalized, lstrip and rstrip: this model has no ChatML chat",
+                i ? SALA__IM_END : SALA__IM_START);
+    }
     return 0;
 }
 
@@ -3999,8 +3204,6 @@ static int64_t sala__chat_turn(const sala__tokenizer *t, const char *role, const
     sala__string text = {NULL, 0, 0};
     *out = NULL;
     int code = sala__check_chat(t, err);
-    if (code >= 0 && bytes > INT32_MAX)
-        code = sala__fail(err, SALA_E_ARGUMENT, "a text of %zu bytes is longer than 2 GiB", bytes);
     if (code < 0) return code;
     sala__encoder_start(&e, t, 0, err);
     code = sala__append(t->env, &text, role, strlen(role), err);
@@ -4008,11 +3211,11 @@ static int64_t sala__chat_turn(const sala__tokenizer *t, const char *role, const
     if (code >= 0) code = sala__append(t->env, &text, content, bytes, err);
     if (code >= 0 && first && t->add_bos) code = sala__push_id(&e, t->bos);
     if (code >= 0) code = sala__push_id(&e, t->im_start);
-    if (code >= 0) code = sala__encode_between(&e, text.data, text.size, t->im_start, t->im_end);
+    if (code >= 0) code = sala__encode_stage(&e, 0, text.data, text.size, 0);
     if (code >= 0) code = sala__push_id(&e, t->im_end);
-    if (code >= 0) code = sala__encode_between(&e, "\n", 1, t->im_end, reply ? t->im_start : -1);
+    if (code >= 0) code = sala__encode_stage(&e, 0, "\n", 1, 0);
     if (code >= 0 && reply) code = sala__push_id(&e, t->im_start);
-    if (code >= 0 && reply) code = sala__encode_between(&e, "assistant\n", 10, t->im_start, -1);
+    if (code >= 0 && reply) code = sala__encode_stage(&e, 0, "assistant\n", 10, 0);
     sala__release(t->env, text.data);
     return sala__encoder_finish(&e, code, out);
 }
@@ -4026,7 +3229,7 @@ static int64_t sala__chat_turn(const sala__tokenizer *t, const char *role, const
    depends on the locale. Nothing is ignored: an unknown name is an error that suggests a known one.
    ------------------------------------------------------------------------------------------------ */
 
-enum {               // sala__setting.kind
+enum {               // sala__setting.kind: the type of the field
     SALA__SET_FLAG,  // int: 1 true on yes, 0 false off no; no value: 1
     SALA__SET_INT,   // int
     SALA__SET_LONG,  // int64_t
@@ -4035,37 +3238,32 @@ enum {               // sala__setting.kind
     SALA__SET_WORD   // const char *, one of `words`
 };
 
-enum {                  // sala__setting.rules
-    SALA__SET_SIZE = 1, // tokens or bytes: K, M, G multiply by 1024, 1024^2, 1024^3
-    SALA__SET_ABOVE =
-        2, // by name a value must be above the minimum: at it, it would read as "default"
-    SALA__SET_NEVER =
-        4, // by name 0 is stored as SALA_DENSE_NEVER, which is then also valid in a struct
-    SALA__SET_BLOCKS = 8, // a multiple of 64
-    SALA__SET_ZERO = 16   // 0 is valid in a struct although below the minimum: the default
+enum {                   // sala__setting.rules
+    SALA__SET_SIZE = 1,  // tokens or bytes: in text K, M, G multiply by 1024, 1024^2, 1024^3
+    SALA__SET_ABOVE = 2, // in text above the minimum: at it, it would read as "default"
+    SALA__SET_NEVER = 4, // in text 0 means SALA_DENSE_NEVER, which a struct may hold too
+    SALA__SET_BLOCKS = 8 // a multiple of 64
 };
 
 typedef struct sala__setting {
     const char *name;
     int kind, rules;
     size_t offset;
-    int64_t minimum, maximum;
-    const char *words; // separated by single spaces
+    int64_t minimum, maximum; // in a struct 0 is right too: the default
+    const char *words;        // separated by single spaces
 } sala__setting;
 
 #define SALA__OPTION(field) offsetof(sala_options, field)
 static const sala__setting sala__option_table[] = {
     {"device", SALA__SET_WORD, 0, SALA__OPTION(device), 0, 0, "auto cpu"},
-    {"threads", SALA__SET_INT, SALA__SET_ZERO, SALA__OPTION(threads), 1, 1024, NULL},
-    {"max-sequences", SALA__SET_INT, SALA__SET_ZERO, SALA__OPTION(max_sequences), 1, 256, NULL},
-    {"context", SALA__SET_LONG, SALA__SET_ZERO | SALA__SET_SIZE, SALA__OPTION(context), 1, 1 << 30,
+    {"threads", SALA__SET_INT, 0, SALA__OPTION(threads), 1, 1024, NULL},
+    {"max-sequences", SALA__SET_INT, 0, SALA__OPTION(max_sequences), 1, 256, NULL},
+    {"context", SALA__SET_LONG, SALA__SET_SIZE, SALA__OPTION(context), 1, 1 << 30, NULL},
+    {"kv-tokens", SALA__SET_LONG, SALA__SET_SIZE, SALA__OPTION(kv_tokens), 1, 1LL << 40, NULL},
+    {"memory-limit", SALA__SET_LONG, SALA__SET_SIZE, SALA__OPTION(memory_limit), 1, 1LL << 50,
      NULL},
-    {"kv-tokens", SALA__SET_LONG, SALA__SET_ZERO | SALA__SET_SIZE, SALA__OPTION(kv_tokens), 1,
-     (int64_t)1 << 40, NULL},
-    {"memory-limit", SALA__SET_LONG, SALA__SET_ZERO | SALA__SET_SIZE, SALA__OPTION(memory_limit), 1,
-     (int64_t)1 << 50, NULL},
-    {"chunk", SALA__SET_INT, SALA__SET_ZERO | SALA__SET_SIZE | SALA__SET_BLOCKS,
-     SALA__OPTION(chunk), 64, 65536, NULL},
+    {"chunk", SALA__SET_INT, SALA__SET_SIZE | SALA__SET_BLOCKS, SALA__OPTION(chunk), 64, 65536,
+     NULL},
     {"dense-len", SALA__SET_INT, SALA__SET_SIZE | SALA__SET_NEVER, SALA__OPTION(dense_len), 0,
      1 << 30, NULL},
     {"logits-rows", SALA__SET_INT, 0, SALA__OPTION(logits_rows), 0, 1 << 20, NULL},
@@ -4079,8 +3277,7 @@ static const sala__setting sala__option_table[] = {
 static const sala__setting sala__request_table[] = {
     {"sequence", SALA__SET_LONG, 0, SALA__FIELD(sequence), 0, INT64_MAX, NULL},
     {"keep", SALA__SET_FLAG, 0, SALA__FIELD(keep), 0, 1, NULL},
-    {"max-tokens", SALA__SET_LONG, SALA__SET_ZERO | SALA__SET_SIZE, SALA__FIELD(max_tokens), 1,
-     1 << 30, NULL},
+    {"max-tokens", SALA__SET_LONG, SALA__SET_SIZE, SALA__FIELD(max_tokens), 1, 1 << 30, NULL},
     {"temperature", SALA__SET_FLOAT, 0, SALA__FIELD(temperature), 0, 100, NULL},
     {"top-k", SALA__SET_INT, 0, SALA__FIELD(top_k), 0, INT32_MAX, NULL},
     {"top-p", SALA__SET_FLOAT, SALA__SET_ABOVE, SALA__FIELD(top_p), 0, 1, NULL},
@@ -4097,154 +3294,118 @@ static const sala__setting sala__request_table[] = {
 };
 #define SALA__ROWS(table) ((int)(sizeof(table) / sizeof(table)[0]))
 
+typedef struct sala__value { // of a field, by its kind
+    int64_t integer;         // FLAG, INT, LONG; of a SEED the 64 bits
+    float real;
+    const char *word;
+} sala__value;
+
 // ---- reading ----
 
-// A decimal integer, the whole of `text`, perhaps with K, M or G. Returns 0, or -1: malformed or
-// beyond 64 bits.
-static int sala__setting_integer(const char *text, int suffix, int *negative, uint64_t *magnitude) {
-    uint64_t v = 0;
-    *negative = *text == '-';
-    text += *negative;
-    if (*text < '0' || *text > '9') return -1;
-    for (; *text >= '0' && *text <= '9'; text++) {
-        if (__builtin_mul_overflow(v, (uint64_t)10, &v)) return -1;
-        if (__builtin_add_overflow(v, (uint64_t)(*text - '0'), &v)) return -1;
+static int sala__word_index(const char *text, const char *words) { // -1: not one of them
+    size_t n = strlen(text);
+    for (int i = 0;; i++) {
+        size_t m = strcspn(words, " ");
+        if (m == n && memcmp(text, words, n) == 0) return i;
+        if (!words[m]) return -1;
+        words += m + 1;
     }
-    if (suffix && *text) {
-        static const char letters[] = "KkMmGg";
-        const char *letter = strchr(letters, *text);
-        if (!letter) return -1;
-        if (__builtin_mul_overflow(v, (uint64_t)1 << (10 * ((letter - letters) / 2 + 1)), &v))
-            return -1;
-        text++;
-    }
-    *magnitude = v;
-    return *text ? -1 : 0;
 }
 
-// A decimal number as JSON writes it, the whole of `text`.
-static int sala__setting_number(const char *text, double *value) {
+// A decimal integer, perhaps with a sign or K, M or G, in 64 bits: signed unless it is a seed.
+static int sala__read_integer(const sala__setting *e, const char *text, int64_t *value) {
+    static const char letters[] = "KkMmGg";
+    int negative = *text == '-', digits = 0;
+    uint64_t v = 0;
+    for (text += negative; *text >= '0' && *text <= '9'; text++, digits++)
+        if (__builtin_mul_overflow(v, (uint64_t)10, &v) ||
+            __builtin_add_overflow(v, (uint64_t)(*text - '0'), &v))
+            return -1;
+    const char *letter = *text && (e->rules & SALA__SET_SIZE) ? strchr(letters, *text) : NULL;
+    uint64_t scale = letter ? (uint64_t)1024 << (letter - letters) / 2 * 10 : 1;
+    text += letter != NULL;
+    if (!digits || *text || __builtin_mul_overflow(v, scale, &v)) return -1;
+    if (e->kind == SALA__SET_SEED ? negative : v > INT64_MAX) return -1;
+    *value = negative ? -(int64_t)v : (int64_t)v;
+    return 0;
+}
+
+// A decimal number as JSON writes it; NaN: malformed.
+static float sala__read_number(const char *text) {
     sala__json j;
     sala__json_node node;
     memset(&j, 0, sizeof j);
-    memset(&node, 0, sizeof node);
     j.data = (const unsigned char *)text;
     j.size = strlen(text);
-    j.where = ""; // its error goes nowhere: the caller has a better one
-    if (*text != '-' && (*text < '0' || *text > '9')) return -1;
-    if (sala__json_number(&j, &node, NULL) < 0 || j.at != j.size) return -1;
-    *value = node.number;
-    return 0;
-}
-
-static int sala__setting_flag(const char *text, int *value) {
-    static const char *const words[] = {"0", "1", "false", "true", "off", "on", "no", "yes"};
-    for (int i = 0; i < SALA__ROWS(words); i++) {
-        if (strcmp(text, words[i])) continue;
-        *value = i & 1;
-        return 0;
-    }
-    return -1;
-}
-
-// Is `text` one of `words`?
-static int sala__setting_word(const char *text, const char *words) {
-    size_t n = strlen(text);
-    while (words) {
-        const char *end = strchr(words, ' ');
-        size_t m = end ? (size_t)(end - words) : strlen(words);
-        if (m == n && memcmp(text, words, n) == 0) return 1;
-        words = end ? end + 1 : NULL;
-    }
-    return 0;
+    if (j.size == 0 || sala__json_number(&j, &node, NULL) < 0 || j.at != j.size) return NAN;
+    return (float)node.number;
 }
 
 // ---- checking ----
 
-// A value out of range, quoted as `shown`.
-static int sala__bad_setting(const sala__setting *e, const char *shown, int by_name,
-                             sala_error *err) {
-    const char *kind = e->kind == SALA__SET_FLOAT ? "a number" : "an integer";
-    const char *suffix =
-        by_name && (e->rules & SALA__SET_SIZE) ? " (K, M and G stand for powers of 1024)" : "";
-    if (e->kind == SALA__SET_WORD)
-        return sala__fail(err, SALA_E_ARGUMENT, "%s is \"%.64s\"; it can be one of: %s", e->name,
-                          shown, e->words);
-    if (e->kind == SALA__SET_FLAG)
-        return sala__fail(err, SALA_E_ARGUMENT, "%s is \"%.64s\"; it must be 0 or 1", e->name,
-                          shown);
-    if (e->kind == SALA__SET_SEED)
-        return sala__fail(err, SALA_E_ARGUMENT,
-                          "%s is \"%.64s\"; it must be an integer from 0 to %llu", e->name, shown,
-                          (unsigned long long)UINT64_MAX);
-    if (e->rules & SALA__SET_ABOVE)
-        return sala__fail(err, SALA_E_ARGUMENT,
-                          "%s is \"%.64s\"; it must be %s above %lld, at most %lld", e->name, shown,
-                          kind, (long long)e->minimum, (long long)e->maximum);
-    return sala__fail(err, SALA_E_ARGUMENT,
-                      "%s is \"%.64s\"; it must be %s, at least %lld and at most %lld%s%s", e->name,
-                      shown, kind, (long long)e->minimum, (long long)e->maximum,
-                      e->rules & SALA__SET_BLOCKS ? ", a multiple of 64" : "", suffix);
-}
-
-// Is an integer right for this row? In a struct (not by name) the special values count too.
-static int sala__integer_fits(const sala__setting *e, int64_t v, int by_name) {
-    if (!by_name && v == 0 && (e->rules & SALA__SET_ZERO)) return 1;
-    if (!by_name && v == SALA_DENSE_NEVER && (e->rules & SALA__SET_NEVER)) return 1;
-    return v >= e->minimum && v <= e->maximum && !((e->rules & SALA__SET_BLOCKS) && v % 64);
-}
-
-static int sala__float_fits(const sala__setting *e, float v, int by_name) { // NaN fits nothing
-    if (by_name && (e->rules & SALA__SET_ABOVE) && !(v > (float)e->minimum)) return 0;
-    return v >= (float)e->minimum && v <= (float)e->maximum;
-}
-
-// Check the field that this row describes in a filled-in struct.
-static int sala__check_setting(const sala__setting *e, const void *base, sala_error *err) {
-    const char *at = (const char *)base + e->offset;
-    char shown[40];
-    int64_t v = 0;
+// Is a value right for this row? In a struct the special values 0 and NULL count too.
+static int sala__value_fits(const sala__setting *e, const sala__value *v, int in_struct) {
     switch (e->kind) {
-    case SALA__SET_SEED: return 0;
-    case SALA__SET_WORD: {
-        const char *word = *(const char *const *)(const void *)at;
-        return !word || sala__setting_word(word, e->words) ? 0 : sala__bad_setting(e, word, 0, err);
+    case SALA__SET_SEED: return 1;
+    case SALA__SET_WORD: return v->word ? sala__word_index(v->word, e->words) >= 0 : in_struct;
+    case SALA__SET_FLOAT: // NaN fits nothing
+        if (!in_struct && (e->rules & SALA__SET_ABOVE) && v->real <= (float)e->minimum) return 0;
+        return v->real >= (float)e->minimum && v->real <= (float)e->maximum;
     }
-    case SALA__SET_FLOAT: {
-        float f;
-        memcpy(&f, at, sizeof f);
-        snprintf(shown, sizeof shown, "%g", (double)f);
-        return sala__float_fits(e, f, 0) ? 0 : sala__bad_setting(e, shown, 0, err);
-    }
-    case SALA__SET_LONG: memcpy(&v, at, sizeof v); break;
-    default: {
-        int i;
-        memcpy(&i, at, sizeof i);
-        v = i;
-    }
-    }
-    snprintf(shown, sizeof shown, "%lld", (long long)v);
-    return sala__integer_fits(e, v, 0) ? 0 : sala__bad_setting(e, shown, 0, err);
+    if (in_struct && v->integer == 0) return 1;
+    if (in_struct && (e->rules & SALA__SET_NEVER) && v->integer == SALA_DENSE_NEVER) return 1;
+    if ((e->rules & SALA__SET_BLOCKS) && v->integer % 64 != 0) return 0;
+    return v->integer >= e->minimum && v->integer <= e->maximum;
 }
 
+// A malformed value or one out of range, quoted as `shown`: what could stand there.
+static int sala__bad_setting(const sala__setting *e, const char *shown, sala_error *err) {
+    const char *kind = e->kind == SALA__SET_FLOAT ? "a number" : "an integer";
+    const char *blocks = e->rules & SALA__SET_BLOCKS ? ", a multiple of 64" : "";
+    const char *size = e->rules & SALA__SET_SIZE ? " (K, M and G are powers of 1024)" : "";
+    long long low = e->minimum, high = e->maximum;
+    char right[160];
+    if (e->kind == SALA__SET_WORD)
+        snprintf(right, sizeof right, "one of: %s", e->words);
+    else if (e->kind == SALA__SET_FLAG)
+        snprintf(right, sizeof right, "0 or 1");
+    else if (e->kind == SALA__SET_SEED)
+        snprintf(right, sizeof right, "an integer from 0 to 18446744073709551615");
+    else if (e->rules & SALA__SET_ABOVE)
+        snprintf(right, sizeof right, "%s above %lld, at most %lld", kind, low, high);
+    else
+        snprintf(right, sizeof right, "%s, at least %lld and at most %lld%s%s", kind, low, high,
+                 blocks, size);
+    return sala__fail(err, SALA_E_ARGUMENT, "%s is \"%.64s\"; it must be %s", e->name, shown,
+                      right);
+}
+
+// Check the fields of a struct that a program filled in.
 static int sala__check_table(const sala__setting *table, int rows, const void *base,
                              sala_error *err) {
-    for (int i = 0; i < rows; i++) {
-        int code = sala__check_setting(&table[i], base, err);
-        if (code < 0) return code;
+    for (const sala__setting *e = table; e < table + rows; e++) {
+        const void *at = (const char *)base + e->offset;
+        sala__value v = {0, 0, NULL};
+        char shown[40];
+        if (e->kind == SALA__SET_WORD)
+            v.word = *(const char *const *)at;
+        else if (e->kind == SALA__SET_FLOAT)
+            v.real = *(const float *)at;
+        else
+            v.integer = e->kind == SALA__SET_LONG ? *(const int64_t *)at : *(const int *)at;
+        if (sala__value_fits(e, &v, 1)) continue;
+        if (e->kind == SALA__SET_FLOAT)
+            snprintf(shown, sizeof shown, "%g", (double)v.real);
+        else
+            snprintf(shown, sizeof shown, "%lld", (long long)v.integer);
+        return sala__bad_setting(e, v.word ? v.word : shown, err);
     }
     return 0;
 }
 
-// ---- setting ----
+// ---- by name ----
 
-static int sala__same_name(const char *known, const char *name) { // '_' stands for '-'
-    for (; *known; known++, name++)
-        if (*known != (*name == '_' ? '-' : *name)) return 0;
-    return *name == 0;
-}
-
-// Levenshtein's distance; names longer than 32 are far from everything.
+// Levenshtein's distance, where '_' stands for '-'; names longer than 32 are far from everything.
 static int sala__name_distance(const char *a, const char *b) {
     int row[33], n = (int)strlen(a);
     if (n > 32 || strlen(b) > 32) return 100;
@@ -4262,77 +3423,52 @@ static int sala__name_distance(const char *a, const char *b) {
     return row[n];
 }
 
-static int sala__unknown_setting(const sala__setting *table, int rows, const char *what,
-                                 const char *name, sala_error *err) {
-    int best = 100, at = 0;
-    for (int i = 0; i < rows; i++) {
-        int d = sala__name_distance(table[i].name, name);
-        if (d < best) best = d, at = i;
-    }
-    if (best <= 1 + (int)strlen(table[at].name) / 3)
-        return sala__fail(err, SALA_E_ARGUMENT, "unknown %s \"%.64s\"; did you mean \"%s\"?", what,
-                          name, table[at].name);
-    char known[512];
-    size_t used = 0;
-    for (int i = 0; i < rows && used < sizeof known; i++)
-        used += (size_t)snprintf(known + used, sizeof known - used, "%s%s", i ? ", " : "",
-                                 table[i].name);
-    return sala__fail(err, SALA_E_ARGUMENT, "unknown %s \"%.64s\"; known are %s", what, name,
-                      known);
-}
-
-// Read `value` into the field that the row describes. The struct changes only on success.
-static int sala__set(const sala__setting *e, void *base, const char *value, sala_error *err) {
-    char *at = (char *)base + e->offset;
-    int negative = 0, flag = 1;
-    uint64_t magnitude = 0;
-    double number;
-    if (!value && e->kind != SALA__SET_FLAG)
-        return sala__fail(err, SALA_E_ARGUMENT, "%s needs a value", e->name);
+// Read `text` into the field that the row describes. The struct changes only on success.
+static int sala__set(const sala__setting *e, void *base, const char *text, sala_error *err) {
+    void *at = (char *)base + e->offset;
+    sala__value v = {0, 0, NULL};
+    int malformed = 0;
+    if (!text && e->kind == SALA__SET_FLAG) text = "1";
+    if (!text) return sala__fail(err, SALA_E_ARGUMENT, "%s needs a value", e->name);
     switch (e->kind) {
-    case SALA__SET_FLAG:
-        if (value && sala__setting_flag(value, &flag) < 0)
-            return sala__bad_setting(e, value, 1, err);
-        memcpy(at, &flag, sizeof flag);
-        return 0;
-    case SALA__SET_WORD:
-        if (!sala__setting_word(value, e->words)) return sala__bad_setting(e, value, 1, err);
-        memcpy(at, &value, sizeof value);
-        return 0;
-    case SALA__SET_FLOAT: {
-        float f = sala__setting_number(value, &number) < 0 ? NAN : (float)number;
-        if (!sala__float_fits(e, f, 1)) return sala__bad_setting(e, value, 1, err);
-        memcpy(at, &f, sizeof f);
-        return 0;
+    case SALA__SET_WORD: v.word = text; break;
+    case SALA__SET_FLOAT: v.real = sala__read_number(text); break;
+    case SALA__SET_FLAG: // an unknown word gives -1, which does not fit
+        v.integer = sala__word_index(text, "0 1 false true off on no yes") % 2;
+        break;
+    default: malformed = sala__read_integer(e, text, &v.integer);
     }
-    default: break;
-    }
-    int bad = sala__setting_integer(value, e->rules & SALA__SET_SIZE, &negative, &magnitude) < 0;
-    if (e->kind == SALA__SET_SEED) {
-        if (bad || negative) return sala__bad_setting(e, value, 1, err);
-        memcpy(at, &magnitude, sizeof magnitude);
-        return 0;
-    }
-    if (bad || magnitude > INT64_MAX) return sala__bad_setting(e, value, 1, err);
-    int64_t v = negative ? -(int64_t)magnitude : (int64_t)magnitude;
-    if (!sala__integer_fits(e, v, 1)) return sala__bad_setting(e, value, 1, err);
-    if (v == 0 && (e->rules & SALA__SET_NEVER)) v = SALA_DENSE_NEVER;
-    if (e->kind == SALA__SET_LONG) {
-        memcpy(at, &v, sizeof v);
-    } else {
-        int i = (int)v;
-        memcpy(at, &i, sizeof i);
+    if (malformed || !sala__value_fits(e, &v, 0)) return sala__bad_setting(e, text, err);
+    if ((e->rules & SALA__SET_NEVER) && v.integer == 0) v.integer = SALA_DENSE_NEVER;
+    switch (e->kind) {
+    case SALA__SET_WORD: *(const char **)at = v.word; break;
+    case SALA__SET_FLOAT: *(float *)at = v.real; break;
+    case SALA__SET_SEED:
+    case SALA__SET_LONG: *(int64_t *)at = v.integer; break;
+    default: *(int *)at = (int)v.integer;
     }
     return 0;
 }
 
 static int sala__set_by_name(const sala__setting *table, int rows, const char *what, void *base,
                              const char *name, const char *value, sala_error *err) {
+    int best = 100, at = 0;
+    if (err) memset(err, 0, sizeof *err);
     if (!base || !name)
         return sala__fail(err, SALA_E_ARGUMENT, "setting a %s needs a struct and a name", what);
-    for (int i = 0; i < rows; i++)
-        if (sala__same_name(table[i].name, name)) return sala__set(&table[i], base, value, err);
-    return sala__unknown_setting(table, rows, what, name, err);
+    for (int i = 0; i < rows; i++) {
+        int d = sala__name_distance(table[i].name, name);
+        if (d < best) best = d, at = i;
+    }
+    if (best == 0) return sala__set(&table[at], base, value, err);
+    if (best <= 1 + (int)strlen(table[at].name) / 3)
+        return sala__fail(err, SALA_E_ARGUMENT, "unknown %s \"%.64s\"; did you mean \"%s\"?", what,
+                          name, table[at].name);
+    char known[512];
+    int used = 0;
+    for (int i = 0; i < rows && used < (int)sizeof known; i++)
+        used += snprintf(known + used, sizeof known - (size_t)used, " %s", table[i].name);
+    return sala__fail(err, SALA_E_ARGUMENT, "unknown %s \"%.64s\"; known are%s", what, name, known);
 }
 
 SALA_API int sala_set_option(sala_options *options, const char *name, const char *value,
@@ -4386,17 +3522,20 @@ static int sala__check_sampling(const sala_request *r, sala_error *err) {
 
 // Everything in a request that can be judged without the model.
 static int sala__check_request_fields(const sala_request *r, sala_error *err) {
+    const struct {
+        const char *name, *count_name;
+        const void *array;
+        int64_t count, most;
+    } arrays[] = {
+        {"tokens", "token_count", r->tokens, r->token_count, 1 << 30},
+        {"force", "force_count", r->force, r->force_count, 1 << 30},
+        {"stop", "stop_count", r->stop, r->stop_count, SALA__STOP_STRINGS},
+        {"stop_tokens", "stop_token_count", r->stop_tokens, r->stop_token_count, SALA__STOP_TOKENS},
+    };
     int code = sala__check_sampling(r, err);
-    if (code == 0)
-        code = sala__check_array("tokens", "token_count", r->tokens, r->token_count, 1 << 30, err);
-    if (code == 0)
-        code = sala__check_array("force", "force_count", r->force, r->force_count, 1 << 30, err);
-    if (code == 0)
-        code = sala__check_array("stop", "stop_count", r->stop, r->stop_count, SALA__STOP_STRINGS,
-                                 err);
-    if (code == 0)
-        code = sala__check_array("stop_tokens", "stop_token_count", r->stop_tokens,
-                                 r->stop_token_count, SALA__STOP_TOKENS, err);
+    for (int i = 0; i < 4 && code == 0; i++)
+        code = sala__check_array(arrays[i].name, arrays[i].count_name, arrays[i].array,
+                                 arrays[i].count, arrays[i].most, err);
     if (code < 0) return code;
     if (r->text_bytes > 0 && !r->text)
         return sala__fail(err, SALA_E_ARGUMENT, "text is NULL, but text_bytes is %zu",
@@ -4419,17 +3558,15 @@ static int sala__check_request_fields(const sala_request *r, sala_error *err) {
 /* ------------------------------------------------------------------------------------------------
    [6] SAMPLER: from one row of logits to one token
 
-   The token is a function of the request, the tokens before it, the row of logits and the position,
-   and of nothing else: not of the place in a batch, the thread, the scratch memory or the number of
-   tokens drawn so far. Speculation rests on that: a verify row draws the token that plain decoding
-   would draw (speculation by "draw, then match"), so it can only change the speed. The steps, in
-   this order:
+   The token is a function of the request, the tokens before it, the row of logits and the position
+   alone: not of the place in a batch, the thread or the number of tokens drawn so far. Speculation
+   rests on that: a verify row draws the token that plain decoding would draw (speculation by "draw,
+   then match"), so it can only change the speed. The steps, in this order:
 
    1. bias        logit += bias of the token; -infinity forbids it.
    2. repetition  over prompt and output (Hugging Face's rule): l > 0 ? l / penalty : l * penalty.
    3. presence, frequency  over the output (OpenAI's rule): l -= presence + count * frequency where
-      count > 0. Tokens of the tree path above a verify row count as output; the path is added for
-      this call alone.
+      count > 0. Tokens of the tree path above a verify row count as output, for this call alone.
    4. temperature 0: the largest logit, of equal ones the lowest id. Nothing below is then used.
    5. weights     w = exp((l - largest) / temperature), rounded to a multiple of 2^-30 and held as
       an integer. Integer sums are exact, so no order of summation, vector width or thread count can
@@ -4441,10 +3578,8 @@ static int sala__check_request_fields(const sala_request *r, sala_error *err) {
       logits; top-k the first k; top-p the shortest head that holds top_p of the weight that min-p
       and top-k left.
    7. draw        inverse CDF over the kept tokens in ascending id, with the random number of (seed,
-      position).
-
-   The random number is Philox4x32-10 (Salmon et al., SC 2011): key = seed, counter = position. It
-   needs no state, and a GPU computes the same one.
+      position): Philox4x32-10 (Salmon et al., SC 2011), key = seed, counter = position. It needs no
+      state, and a GPU computes the same one.
 
    A row that holds NaN or +infinity, or nothing but -infinity, gives -1: an error, never a token.
    Reported log-probabilities are those of the raw logits, before step 1.
@@ -4460,15 +3595,9 @@ typedef struct sala__sampler {
     float presence, frequency;
     uint64_t seed;
     int32_t logprobs; // 0: none; n: of the token and of the n best
-    int32_t bias_count;
-    sala_bias *biases; // [bias_count] ascending token
-    int32_t *counts;   // [vocab] 2 * times in the output + 1 if in the prompt; NULL: no penalties
+    float *biases;    // [vocab] infinity: the token has none; NULL: no token has one
+    int32_t *counts;  // [vocab] 2 * times in the output + 1 if in the prompt; NULL: no penalties
 } sala__sampler;
-
-static int sala__bias_order(const void *a, const void *b) {
-    int32_t x = ((const sala_bias *)a)->token, y = ((const sala_bias *)b)->token;
-    return (x > y) - (x < y);
-}
 
 static void sala__sampler_free(const sala__env *env, sala__sampler *s) {
     sala__release(env, s->biases);
@@ -4478,20 +3607,18 @@ static void sala__sampler_free(const sala__env *env, sala__sampler *s) {
 
 static int sala__sampler_biases(const sala__env *env, const sala_request *r, sala__sampler *s,
                                 sala_error *err) {
-    size_t count = (size_t)r->bias_count;
-    s->biases = (sala_bias *)sala__alloc(env, count, sizeof *s->biases, "logit biases", err);
+    s->biases = (float *)sala__alloc(env, (size_t)s->vocab, sizeof(float), "logit biases", err);
     if (!s->biases) return SALA_E_MEMORY;
-    memcpy(s->biases, r->biases, count * sizeof *s->biases);
-    qsort(s->biases, count, sizeof *s->biases, sala__bias_order);
-    s->bias_count = r->bias_count;
-    for (size_t i = 0; i < count; i++) {
-        int32_t token = s->biases[i].token;
+    for (int32_t t = 0; t < s->vocab; t++) s->biases[t] = INFINITY;
+    for (int i = 0; i < r->bias_count; i++) {
+        int32_t token = r->biases[i].token;
         if (token < 0 || token >= s->vocab)
             return sala__fail(err, SALA_E_ARGUMENT,
                               "biases: token %d is not in the vocabulary of %d tokens", (int)token,
                               (int)s->vocab);
-        if (i && s->biases[i - 1].token == token)
+        if (s->biases[token] < INFINITY)
             return sala__fail(err, SALA_E_ARGUMENT, "biases: token %d appears twice", (int)token);
+        s->biases[token] = r->biases[i].bias;
     }
     return 0;
 }
@@ -4518,8 +3645,7 @@ static int sala__sampler_init(const sala__env *env, const sala_request *r, int32
     s->logprobs = r->logprobs;
     if (r->bias_count > 0) code = sala__sampler_biases(env, r, s, err);
     if (code == 0 && (s->repetition != 1.0f || s->presence != 0 || s->frequency != 0)) {
-        s->counts =
-            (int32_t *)sala__alloc(env, (size_t)vocab, sizeof *s->counts, "token counts", err);
+        s->counts = (int32_t *)sala__alloc(env, (size_t)vocab, sizeof(int32_t), "counts", err);
         if (!s->counts) code = SALA_E_MEMORY;
     }
     if (code < 0) sala__sampler_free(env, s);
@@ -4565,9 +3691,8 @@ static uint64_t sala__scale_random(uint64_t r, uint64_t n) {
     return (uint64_t)((wide)r * n >> 64);
 }
 
-// exp(x) for x <= 0, within 2 units in the last place; x below -87 counts as -87. Cody-Waite
-// reduction (the first product is exact) and Cephes' polynomial; plain products and sums, which any
-// compiler vectorises.
+// exp(x) for x <= 0, within 2 units in the last place; below -87 as at -87. Cody-Waite reduction
+// (the first product is exact) and Cephes' polynomial: any compiler vectorises it.
 static inline float sala__exp_negative(float x) {
     float y = x > -87.0f ? x : -87.0f;
     float shifted = y * 1.44269504f + 12582912.0f; // + 1.5 * 2^23 rounds to an integer
@@ -4586,24 +3711,19 @@ static inline float sala__exp_negative(float x) {
 // ---- the steps ----
 
 // The token of the largest value, of equal ones the lowest id; -1 when a value is NaN or +infinity
-// or all are -infinity. One pass: an integer maximum is vectorised where a float maximum is not,
-// and a block is searched for its winner, while it is in the first-level cache, only when it beats
-// all before it.
+// or all are -infinity. Compilers vectorise an integer maximum, but not one of floats.
 static int32_t sala__sampler_argmax(const float *x, int32_t vocab) {
     const int32_t low = sala__float_order(-INFINITY), high = sala__float_order(INFINITY);
-    int32_t best = low, token = -1;
-    for (int32_t from = 0; from < vocab; from += 1024) {
-        int32_t count = vocab - from < 1024 ? vocab - from : 1024, most = low, least = high;
-        for (int32_t i = 0; i < count; i++) {
-            int32_t k = sala__float_order(x[from + i]);
-            most = k > most ? k : most;
-            least = k < least ? k : least;
-        }
-        if (most >= high || least < low) return -1;
-        if (most <= best) continue;
-        best = most;
-        token = from;
-        while (sala__float_order(x[token]) != best) token++;
+    int32_t most = low, least = high, token = vocab;
+    for (int32_t t = 0; t < vocab; t++) {
+        int32_t k = sala__float_order(x[t]);
+        most = k > most ? k : most;
+        least = k < least ? k : least;
+    }
+    if (most == low || most >= high || least < low) return -1;
+    for (int32_t t = 0; t < vocab; t++) {
+        int32_t candidate = sala__float_order(x[t]) == most ? t : vocab;
+        token = candidate < token ? candidate : token;
     }
     return token;
 }
@@ -4613,53 +3733,35 @@ static inline float sala__finite(float x) { // NaN stays
     return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x;
 }
 
-static inline float sala__add_bias(float x, float bias) {
-    return x == -INFINITY || bias == -INFINITY ? -INFINITY : sala__finite(x + bias);
+// Steps 1 to 3 for one token, whose count is `count` (see sala__sampler.counts).
+static inline float sala__adjust(const sala__sampler *s, float x, int32_t token, int32_t count) {
+    float bias = s->biases ? s->biases[token] : INFINITY;
+    if (x == -INFINITY || bias == -INFINITY) return -INFINITY;
+    if (bias < INFINITY) x = sala__finite(x + bias);
+    if (count) x = sala__finite(x > 0 ? x / s->repetition : x * s->repetition);
+    if (count > 1) x = sala__finite(x - (s->presence + (float)(count / 2) * s->frequency));
+    return x;
 }
 
-// Steps 2 and 3 for one token that occurred: `outputs` times in the output, perhaps only in the
-// prompt.
-static inline float sala__penalise(const sala__sampler *s, float x, int32_t outputs) {
-    if (x == -INFINITY) return x;
-    x = x > 0 ? x / s->repetition : x * s->repetition;
-    if (outputs > 0) x -= s->presence + (float)outputs * s->frequency;
-    return sala__finite(x);
-}
-
-// Steps 1 to 3 into `out`.
 static void sala__sampler_adjust(const sala__sampler *s, const float *logits, const int32_t *path,
                                  int path_count, float *out) {
-    memcpy(out, logits, (size_t)s->vocab * sizeof *out);
-    for (int32_t b = 0; b < s->bias_count; b++) {
-        int32_t t = s->biases[b].token;
-        out[t] = sala__add_bias(out[t], s->biases[b].bias);
-    }
-    if (!s->counts) return;
     for (int32_t t = 0; t < s->vocab; t++)
-        if (s->counts[t]) out[t] = sala__penalise(s, out[t], s->counts[t] >> 1);
-    for (int i = 0; i < path_count;
-         i++) { // again from the raw logit; for a token that repeats, idempotent
-        int32_t t = path[i], outputs;
+        out[t] = sala__adjust(s, logits[t], t, s->counts ? s->counts[t] : 0);
+    if (!s->counts) return;
+    for (int i = 0; i < path_count; i++) { // again from the raw logit, with its times in the path
+        int32_t t = path[i], times = 0;
         if (t < 0 || t >= s->vocab) continue;
-        outputs = s->counts[t] >> 1;
-        for (int j = 0; j < path_count; j++) outputs += path[j] == t;
-        sala_bias key = {t, 0};
-        const sala_bias *bias =
-            s->bias_count == 0 ? NULL
-                               : (const sala_bias *)bsearch(&key, s->biases, (size_t)s->bias_count,
-                                                            sizeof key, sala__bias_order);
-        float x = bias ? sala__add_bias(logits[t], bias->bias) : logits[t];
-        out[t] = sala__penalise(s, x, outputs);
+        for (int j = 0; j < path_count; j++) times += path[j] == t;
+        out[t] = sala__adjust(s, logits[t], t, s->counts[t] + 2 * times);
     }
 }
 
-// Step 5, with min-p: weight[t] in units of 2^-30, 0 where min-p drops the token. Returns their
-// sum.
+// Step 5, with min-p: weight[t] in units of 2^-30, 0 where min-p drops the token. Returns the sum.
 static uint64_t sala__sampler_weigh(const sala__sampler *s, const float *x, float largest,
                                     int32_t *weight) {
+    // Copies: as far as a compiler knows, `weight` could be a part of the sampler.
     const float temperature = s->temperature, min_p_log = s->min_p_log;
-    const int32_t vocab =
-        s->vocab; // locals: `weight` could alias the sampler as far as a compiler knows
+    const int32_t vocab = s->vocab;
     uint64_t sum = 0;
     for (int32_t t = 0; t < vocab; t++) {
         float y = (x[t] - largest) / temperature;
@@ -4671,19 +3773,25 @@ static uint64_t sala__sampler_weigh(const sala__sampler *s, const float *x, floa
     return sum;
 }
 
-// The tokens with weight and x >= floor, ascending. Returns how many, *sum their weight.
+// The tokens with weight and x >= floor_x, ascending. Returns how many.
 static int32_t sala__sampler_gather(const float *x, const int32_t *weight, int32_t vocab,
-                                    float floor_x, int32_t *list, uint64_t *sum) {
+                                    float floor_x, int32_t *list) {
     int32_t n = 0;
-    uint64_t total = 0;
     for (int32_t t = 0; t < vocab; t++) {
-        int32_t w = x[t] >= floor_x ? weight[t] : 0;
         list[n] = t; // no branch: it could not be predicted
-        n += w != 0;
-        total += (uint32_t)w;
+        n += x[t] >= floor_x && weight[t] != 0;
     }
-    *sum = total;
     return n;
+}
+
+static uint64_t sala__sampler_sum(const int32_t *weight, const int32_t *list, int32_t n) {
+    uint64_t sum = 0;
+    for (int32_t i = 0; i < n; i++) sum += (uint32_t)weight[list[i]];
+    return sum;
+}
+
+static inline uint32_t sala__sampler_key(float x) { // larger for larger x
+    return (uint32_t)sala__float_order(x) ^ 0x80000000u;
 }
 
 // Shorten the list (ascending ids) to the shortest head of the ranking that has `count` tokens or
@@ -4691,13 +3799,13 @@ static int32_t sala__sampler_gather(const float *x, const int32_t *weight, int32
 // one that plays no part. A radix selection, eight bits of the logits' order at a time: linear in n
 // whatever the values are.
 static int32_t sala__sampler_cut(const float *x, const int32_t *weight, int32_t *list, int32_t n,
-                                 int64_t count, uint64_t need, uint64_t *sum) {
+                                 int64_t count, uint64_t need) {
     uint32_t cut = 0, mask = 0; // the upper digits of the last kept value
     for (int shift = 24; shift >= 0; shift -= 8) {
         int64_t numbers[256] = {0};
         uint64_t sums[256] = {0};
         for (int32_t i = 0; i < n; i++) {
-            uint32_t key = (uint32_t)sala__float_order(x[list[i]]) ^ 0x80000000u;
+            uint32_t key = sala__sampler_key(x[list[i]]);
             if ((key & mask) != cut) continue;
             numbers[key >> shift & 255]++;
             sums[key >> shift & 255] += (uint32_t)weight[list[i]];
@@ -4710,24 +3818,17 @@ static int32_t sala__sampler_cut(const float *x, const int32_t *weight, int32_t 
         cut |= digit << shift;
         mask |= 255u << shift;
     }
-    // `count` and `need` are now what the tokens that equal the cut must still give, lowest ids
-    // first.
+    // What `count` and `need` still ask for comes from the tokens at the cut, lowest ids first.
     int32_t kept = 0;
-    uint64_t kept_sum = 0;
     for (int32_t i = 0; i < n; i++) {
-        uint32_t key = (uint32_t)sala__float_order(x[list[i]]) ^ 0x80000000u;
+        uint32_t key = sala__sampler_key(x[list[i]]);
         uint64_t w = (uint32_t)weight[list[i]];
-        int take = key > cut;
-        if (key == cut && count > 0 && need > 0) {
-            take = 1;
-            count--;
-            need -= w < need ? w : need;
-        }
+        int at_cut = key == cut && count > 0 && need > 0;
         list[kept] = list[i]; // no branch, as above
-        kept += take;
-        kept_sum += take ? w : 0;
+        kept += key > cut || at_cut;
+        count -= at_cut;
+        if (at_cut) need -= w < need ? w : need;
     }
-    *sum = kept_sum;
     return kept;
 }
 
@@ -4735,28 +3836,23 @@ static int32_t sala__sampler_cut(const float *x, const int32_t *weight, int32_t 
 // weight.
 static int32_t sala__sampler_keep(const sala__sampler *s, const float *x, float largest,
                                   int32_t *weight, int32_t *list, uint64_t *sum) {
-    uint64_t total = sala__sampler_weigh(s, x, largest, weight);
-    double share = (double)s->top_p;
-    int32_t n = 0;
-    int enough = s->top_k == 0 && share >= 1; // without a cut all are needed
-    // A cut nearly always lies near the best token, so those within a factor e^8, then e^16, are
-    // tried alone.
-    for (float reach = 8; reach <= 16 && !enough; reach += 8) {
-        n = sala__sampler_gather(x, weight, s->vocab, largest - reach * s->temperature, list, sum);
-        enough = s->top_k > 0 ? n >= s->top_k : (double)*sum >= share * (double)total;
-    }
-    if (!enough || n == 0) n = sala__sampler_gather(x, weight, s->vocab, -INFINITY, list, sum);
+    double total = (double)sala__sampler_weigh(s, x, largest, weight), share = (double)s->top_p;
+    int cut = s->top_k > 0 || share < 1;
+    // A cut nearly always lies near the best token: those within a factor e^8 are tried first.
+    float near = cut ? largest - 8 * s->temperature : -INFINITY;
+    int32_t n = sala__sampler_gather(x, weight, s->vocab, near, list);
+    if (s->top_k > 0 ? n < s->top_k : (double)sala__sampler_sum(weight, list, n) < share * total)
+        n = sala__sampler_gather(x, weight, s->vocab, -INFINITY, list);
     if (s->top_k > 0 && n > s->top_k)
-        n = sala__sampler_cut(x, weight, list, n, s->top_k, UINT64_MAX, sum);
-    if (s->top_k > 0) total = *sum;
-    if (share < 1) {
-        double target = share * (double)total;
-        uint64_t need = (uint64_t)target;
-        if ((double)need < target || need == 0) need++;
-        if (need > *sum)
-            need = *sum; // a double holds the sum exactly below 2^23 tokens; then never
-        n = sala__sampler_cut(x, weight, list, n, n, need, sum);
-    }
+        n = sala__sampler_cut(x, weight, list, n, s->top_k, UINT64_MAX);
+    *sum = sala__sampler_sum(weight, list, n);
+    if (share >= 1) return n;
+    double target = share * (s->top_k > 0 ? (double)*sum : total);
+    uint64_t need = (uint64_t)target;
+    if ((double)need < target || need == 0) need++;
+    if (need > *sum) need = *sum; // only by rounding: a double holds sums of 2^23 tokens exactly
+    n = sala__sampler_cut(x, weight, list, n, n, need);
+    *sum = sala__sampler_sum(weight, list, n);
     return n;
 }
 
@@ -4765,15 +3861,8 @@ static int32_t sala__sampler_keep(const sala__sampler *s, const float *x, float 
 static void sala__sampler_report(const sala__sampler *s, const float *logits, float largest,
                                  int32_t token, float *logprob, sala_logprob *top, int *top_count) {
     const int32_t vocab = s->vocab;
-    double lanes[8] = {0}, sum = 0; // eight sums side by side, always in this order
-    for (int32_t from = 0; from < vocab; from += 256) {
-        float e[256] = {0};
-        int32_t count = vocab - from < 256 ? vocab - from : 256;
-        for (int32_t i = 0; i < count; i++) e[i] = sala__exp_negative(logits[from + i] - largest);
-        for (int32_t i = 0; i < 256; i += 8)
-            for (int j = 0; j < 8; j++) lanes[j] += (double)e[i + j];
-    }
-    for (int j = 0; j < 8; j++) sum += lanes[j];
+    double sum = 0;
+    for (int32_t t = 0; t < vocab; t++) sum += (double)sala__exp_negative(logits[t] - largest);
     double log_sum = log(sum);
     *logprob = (float)((double)logits[token] - (double)largest - log_sum);
     int n = 0;
@@ -4811,7 +3900,7 @@ static int32_t sala__sample(const sala__sampler *s, const float *logits, int64_t
     int32_t likeliest = sala__sampler_argmax(logits, s->vocab), token = likeliest;
     if (likeliest < 0) return -1;
     const float *x = logits;
-    if (s->bias_count || s->counts) {
+    if (s->biases || s->counts) {
         sala__sampler_adjust(s, logits, path, path_count, adjusted);
         x = adjusted;
         token = sala__sampler_argmax(x, s->vocab);
@@ -5541,7 +4630,9 @@ static void sala__gemm_columns(const sala__gemm_part *p, int from, int depth, co
         w.packed = p->weights;
         for (int c = 0; c < 4; c++) {
             w.row[c] = sala__weight_at(p->w, p->col + n + c, from);
-            w.ahead[c] = sala__weight_at(p->w, p->col + n + c + ahead, from);
+            // + 63: where rows do not start with a cache line, the first line is there already,
+            // from the block of columns before.
+            w.ahead[c] = sala__weight_at(p->w, p->col + n + c + ahead, from) + 63;
         }
         if (direct) {
             sala__gemm_tiles(p, 1, x, &w, depth / 16, sums);
@@ -5677,7 +4768,7 @@ static void sala__op_gemm(sala__cpu *cpu, const sala_gemm_args *a) {
          job.panel /= 2) { // small enough that all threads end at about the same time
         job.panels = 0;
         for (int i = 0; i < a->count; i++) job.panels += sala__gemm_panels(&a->w[i], job.panel);
-        if (job.panel == 16 || job.panels * blocks >= 8 * cpu->threads) break;
+        if (job.panel == 16 || job.panels * blocks >= (job.narrow ? 4 : 8) * cpu->threads) break;
     }
     memset(job.widened, 0, (size_t)cpu->threads);
     sala__parallel(cpu, job.panels * blocks, sala__gemm_item, &job);
@@ -5800,72 +4891,50 @@ static void sala__op_qk_norm_rope(sala__cpu *cpu, const sala_qk_args *a) {
     sala__parallel(cpu, a->rows, sala__op_qk_row, (void *)(uintptr_t)a);
 }
 
-// c[rows, n] += a[rows, k] * b[k, n]: each element one fma chain in ascending k. n is a multiple of
-// 16; lda, n and n are the distances between rows of a, b and c. Blocks of 4 x 64 keep 16 sums in
-// registers.
-static void sala__matrix_add(float *c, const float *a, int lda, const float *b, int rows, int k,
-                             int n) {
-    int r = 0;
-    for (; r + 4 <= rows; r += 4) {
-        const float *a0 = a + (size_t)r * (size_t)lda, *a1 = a0 + lda, *a2 = a1 + lda,
-                    *a3 = a2 + lda;
-        int j = 0;
-        for (; j + 64 <= n; j += 64) {
-            float *to = c + (size_t)r * (size_t)n + j;
-            sala__v16 s[4][4];
-            for (int y = 0; y < 4; y++)
-                for (int x = 0; x < 4; x++) s[y][x] = sala__load16(to + y * n + 16 * x);
-            for (int i = 0; i < k; i++) {
-                const float *bi = b + (size_t)i * (size_t)n + j;
-                sala__v16 f0 = sala__set16(a0[i]), f1 = sala__set16(a1[i]);
-                sala__v16 f2 = sala__set16(a2[i]), f3 = sala__set16(a3[i]);
-#pragma GCC unroll 4
-                for (int x = 0; x < 4; x++) {
-                    sala__v16 w = sala__load16(bi + 16 * x);
-                    s[0][x] = sala__fma16(f0, w, s[0][x]);
-                    s[1][x] = sala__fma16(f1, w, s[1][x]);
-                    s[2][x] = sala__fma16(f2, w, s[2][x]);
-                    s[3][x] = sala__fma16(f3, w, s[3][x]);
-                }
-            }
-            for (int y = 0; y < 4; y++)
-                for (int x = 0; x < 4; x++) sala__store16(to + y * n + 16 * x, s[y][x]);
-        }
-        for (; j < n; j += 16) {
-            for (int y = 0; y < 4; y++) {
-                float *to = c + (size_t)(r + y) * (size_t)n + j;
-                sala__v16 s = sala__load16(to);
-                const float *ay = a0 + (size_t)y * (size_t)lda;
-                for (int i = 0; i < k; i++)
-                    s = sala__fma16(sala__set16(ay[i]), sala__load16(b + (size_t)i * (size_t)n + j),
-                                    s);
-                sala__store16(to, s);
-            }
+// A tile of `rows` x 16 * `vectors` elements of the product below, kept in registers. Called with
+// constants, so that every loop but the one over k unrolls.
+SALA__INLINE void sala__matrix_tile(float *c, const float *a, int lda, const float *b, int k, int n,
+                                    const int rows, const int vectors) {
+    sala__v16 s[4][4];
+    SALA__UNROLL
+    for (int y = 0; y < rows; y++) SALA__UNROLL
+    for (int x = 0; x < vectors; x++) s[y][x] = sala__load16(c + y * n + 16 * x);
+    for (int i = 0; i < k; i++) {
+        const float *bi = b + (size_t)i * (size_t)n;
+        SALA__UNROLL
+        for (int x = 0; x < vectors; x++) {
+            sala__v16 w = sala__load16(bi + 16 * x);
+            SALA__UNROLL
+            for (int y = 0; y < rows; y++)
+                s[y][x] = sala__fma16(sala__set16(a[y * lda + i]), w, s[y][x]);
         }
     }
-    for (; r < rows; r++) {
+    SALA__UNROLL
+    for (int y = 0; y < rows; y++) SALA__UNROLL
+    for (int x = 0; x < vectors; x++) sala__store16(c + y * n + 16 * x, s[y][x]);
+}
+
+// c[rows, n] += a[rows, k] * b[k, n]: each element one fma chain in ascending k, whatever the tile
+// that holds it. n is a multiple of 16; lda, n and n are the distances between rows of a, b and c.
+static void sala__matrix_add(float *c, const float *a, int lda, const float *b, int rows, int k,
+                             int n) {
+    for (int r = 0; r < rows;) {
+        int step = rows - r < 4 ? 1 : 4, j = 0;
         const float *ar = a + (size_t)r * (size_t)lda;
-        int j = 0;
+        float *cr = c + (size_t)r * (size_t)n;
         for (; j + 64 <= n; j += 64) {
-            float *to = c + (size_t)r * (size_t)n + j;
-            sala__v16 s[4];
-            for (int x = 0; x < 4; x++) s[x] = sala__load16(to + 16 * x);
-            for (int i = 0; i < k; i++) {
-                sala__v16 f = sala__set16(ar[i]);
-#pragma GCC unroll 4
-                for (int x = 0; x < 4; x++)
-                    s[x] =
-                        sala__fma16(f, sala__load16(b + (size_t)i * (size_t)n + j + 16 * x), s[x]);
-            }
-            for (int x = 0; x < 4; x++) sala__store16(to + 16 * x, s[x]);
+            if (step == 4)
+                sala__matrix_tile(cr + j, ar, lda, b + j, k, n, 4, 4);
+            else
+                sala__matrix_tile(cr + j, ar, lda, b + j, k, n, 1, 4);
         }
         for (; j < n; j += 16) {
-            float *to = c + (size_t)r * (size_t)n + j;
-            sala__v16 s = sala__load16(to);
-            for (int i = 0; i < k; i++)
-                s = sala__fma16(sala__set16(ar[i]), sala__load16(b + (size_t)i * (size_t)n + j), s);
-            sala__store16(to, s);
+            if (step == 4)
+                sala__matrix_tile(cr + j, ar, lda, b + j, k, n, 4, 1);
+            else
+                sala__matrix_tile(cr + j, ar, lda, b + j, k, n, 1, 1);
         }
+        r += step;
     }
 }
 
@@ -6708,6 +5777,7 @@ typedef struct sala__request { // a list in order of arrival
     int32_t slot, state, cancelled, keep;
     int32_t *tokens; // [token_count] to prefill
     int64_t token_count, prefilled;
+    int32_t took_root; // tokens[0] was the last chosen token of its sequence
     int32_t segment_start;
     int64_t max_tokens, chosen;
     int32_t *force; // [force_count]
@@ -6722,6 +5792,13 @@ typedef struct sala__request { // a list in order of arrival
     double submitted, admitted, first_token, last_token;
     int64_t decode_bytes;
 } sala__request;
+
+typedef struct sala__choice {
+    int32_t token;
+    float logprob;
+    int top_count;
+    sala_logprob top[20];
+} sala__choice;
 
 typedef struct sala__event { // its text and list of logprobs are offsets until it is handed out
     sala_event event;
@@ -6756,7 +5833,7 @@ struct sala {
     sala_act *q, *gate, *o;                  // [rows, heads * dim]
     sala_act *k, *v;                         // [rows, kv_heads * dim]
     sala_act *ffn_gate, *ffn_up;             // [rows, ffn]
-    float *cos_sin;                          // [rows, dim]
+    float *cos_sin, *sparse_cos_sin;         // [rows, lin_dim], [rows, head_dim]
     int32_t *blocks, *block_count;           // [rows, kv_heads, top_k], [rows, kv_heads]
     sala_nodes *nodes;                       // [sparse_layers] of [node_rows, kv_heads, head_dim]
     sala_act *node_k, *node_v;               // [lightning_layers, node_rows, lin_kv_heads, lin_dim]
@@ -6768,9 +5845,11 @@ struct sala {
         *verify_blocks; // [sparse, rows, kv_heads, top_k], [rows, sparse, ...] or NULL
     int32_t *accepted, *accepted_rows; // [slots], [slots, SALA_MAX_PATH]
     char *sample_scratch;              // [threads, sala__sampler_scratch]
+    sala__choice *choices;             // [slots]
     // requests and events
     sala__request *requests;
     int64_t next_id;
+    int failed;          // a step returned an error
     sala__event *events; // [event_count] of this step; event_taken are handed out
     size_t event_count, event_capacity, event_taken;
     sala__string event_text;
@@ -6803,91 +5882,142 @@ static int sala__kv_width(const sala_dims *m) {
     return sala__max(m->kv_heads * m->head_dim, m->lin_kv_heads * m->lin_dim);
 }
 
-static int64_t
-sala__scratch_bytes(const sala *s) { // everything in "one pass" above, and per-thread scratch
+// All allocations but pages, in one table: open, close and the plan speak of the same things.
+typedef struct sala__buffer {
+    void **pointer;
+    size_t count, size;
+    const char *what;
+} sala__buffer;
+
+#define SALA__BUFFERS 36
+
+static int sala__buffers(sala *s, sala__buffer *b) {
     const sala_dims *m = &s->config.dims;
     const sala__plan *p = &s->plan;
-    int64_t act = sizeof(sala_act), rows = p->rows, nodes = p->node_rows, slots = p->slots;
-    int64_t lists = (int64_t)m->kv_heads * (m->top_k + 1) * 4;
-    int64_t row = act * (3 * (int64_t)m->hidden + 3 * sala__query_width(m) + 2 * sala__kv_width(m) +
-                         2 * (int64_t)m->ffn);
-    row += 4 * (int64_t)m->lin_dim + lists + 3 * 4;
-    int64_t node = act * 4 * s->sparse_layers * (int64_t)m->kv_heads * m->head_dim;
-    node +=
-        act * 2 * s->lightning_layers * (int64_t)m->lin_kv_heads * m->lin_dim + SALA_MAX_PATH * 4;
-    int64_t shown = 0;
-    if (s->options.hidden_states)
-        shown = (m->layers + 2) * (int64_t)m->hidden * 4 +
-                s->sparse_layers * (int64_t)m->kv_heads * m->top_k * 4;
-    int64_t threads = (int64_t)p->thread_scratch * s->options.threads;
-    threads += (int64_t)sala__sampler_scratch(m->vocab) * s->options.threads;
-    return row * rows + node * nodes + (4 * (int64_t)m->vocab + shown) * (p->logits_rows + slots) +
-           threads;
+    size_t act = sizeof(sala_act), rows = (size_t)p->rows, nodes = (size_t)p->node_rows,
+           slots = (size_t)p->slots;
+    size_t wide = (size_t)sala__query_width(m), narrow = (size_t)sala__kv_width(m),
+           hidden = (size_t)m->hidden;
+    size_t lists = (size_t)m->kv_heads * (size_t)m->top_k, lightning = (size_t)s->lightning_layers;
+    size_t shown = (size_t)p->logits_rows, lin = (size_t)m->lin_kv_heads * (size_t)m->lin_dim;
+    size_t show_hidden = s->options.hidden_states ? (size_t)(m->layers + 2) * hidden : 0;
+    size_t show_blocks = s->options.hidden_states ? (size_t)s->sparse_layers * lists : 0;
+    const sala__buffer table[] = {
+        {(void **)&s->slopes, (size_t)m->lin_heads, 4, "slopes"},
+        {(void **)&s->free_pages, (size_t)p->pages, 4, "the page list"},
+        {(void **)&s->states, lightning * slots * p->state, 4, "lightning states"},
+        {(void **)&s->pending_k, lightning * slots * p->pending, act, "pending paths"},
+        {(void **)&s->pending_v, lightning * slots * p->pending, act, "pending paths"},
+        {(void **)&s->sequences, slots, sizeof(sala__sequence), "sequences"},
+        {(void **)&s->seqs, nodes, sizeof(sala_seq), "sequences"},
+        {(void **)&s->token, rows, 4, "rows"},
+        {(void **)&s->position, rows, 4, "rows"},
+        {(void **)&s->seq, rows, 4, "rows"},
+        {(void **)&s->paths, nodes * SALA_MAX_PATH, 4, "paths"},
+        {(void **)&s->x, rows * hidden, act, "activations"},
+        {(void **)&s->y, rows * hidden, act, "activations"},
+        {(void **)&s->branch, rows * hidden, act, "activations"},
+        {(void **)&s->q, rows * wide, act, "activations"},
+        {(void **)&s->gate, rows * wide, act, "activations"},
+        {(void **)&s->o, rows * wide, act, "activations"},
+        {(void **)&s->k, rows * narrow, act, "activations"},
+        {(void **)&s->v, rows * narrow, act, "activations"},
+        {(void **)&s->ffn_gate, rows * (size_t)m->ffn, act, "activations"},
+        {(void **)&s->ffn_up, rows * (size_t)m->ffn, act, "activations"},
+        {(void **)&s->cos_sin, rows * (size_t)m->lin_dim, 4, "rotary tables"},
+        {(void **)&s->sparse_cos_sin, rows * (size_t)m->head_dim, 4, "rotary tables"},
+        {(void **)&s->choices, slots, sizeof(sala__choice), "choices"},
+        {(void **)&s->blocks, rows * lists, 4, "block lists"},
+        {(void **)&s->block_count, rows * (size_t)m->kv_heads, 4, "block lists"},
+        {(void **)&s->node_k, lightning * nodes * lin, act, "verify scratch"},
+        {(void **)&s->node_v, lightning * nodes * lin, act, "verify scratch"},
+        {(void **)&s->prefill_logits, shown * (size_t)m->vocab, 4, "logits"},
+        {(void **)&s->verify_logits, slots * (size_t)m->vocab, 4, "logits"},
+        {(void **)&s->prefill_hidden, shown * show_hidden, 4, "hidden states"},
+        {(void **)&s->verify_hidden, slots * show_hidden, 4, "hidden states"},
+        {(void **)&s->prefill_blocks, shown * show_blocks, 4, "selected blocks"},
+        {(void **)&s->verify_blocks, slots * show_blocks, 4, "selected blocks"},
+        {(void **)&s->accepted, slots * (1 + SALA_MAX_PATH), 4, "accepted rows"},
+        {(void **)&s->sample_scratch, (size_t)s->options.threads * sala__sampler_scratch(m->vocab),
+         1, "sampling"},
+    };
+    memcpy(b, table, sizeof table);
+    return (int)(sizeof table / sizeof table[0]);
 }
 
-// Fill the plan from the model's shape and the options; an error when it does not fit.
-static int sala__make_plan(sala *s, sala_error *err) {
+// Fill the plan from the model's shape and the options. Returns the bytes that the memory limit is
+// about, -1 when they are beyond all measure.
+static int64_t sala__measure(sala *s) {
     const sala_dims *m = &s->config.dims;
     sala_options *o = &s->options;
     sala__plan *p = &s->plan;
     int64_t act = sizeof(sala_act);
+    size_t dim = (size_t)m->head_dim, kv_heads = (size_t)m->kv_heads;
     p->slots = o->max_sequences;
     p->node_rows = o->max_sequences;
     p->rows = sala__max(o->chunk, p->node_rows);
     p->logits_rows = sala__max(o->logits_rows, 1);
     p->pages = (o->kv_tokens + m->block - 1) / m->block;
-    p->page_kv = (size_t)m->kv_heads * (size_t)m->block * (size_t)m->head_dim;
-    p->page_tier1 = (size_t)m->kv_heads * (size_t)sala_tier_slots(m, 1) * (size_t)m->head_dim;
-    p->page_tier2 = (size_t)m->kv_heads * (size_t)sala_tier_slots(m, 2) * (size_t)m->head_dim;
+    p->page_kv = kv_heads * (size_t)m->block * dim;
+    p->page_tier1 = kv_heads * (size_t)sala_tier_slots(m, 1) * dim;
+    p->page_tier2 = kv_heads * (size_t)sala_tier_slots(m, 2) * dim;
     p->state = (size_t)m->lin_heads * (size_t)m->lin_dim * (size_t)m->lin_dim;
     p->pending = (size_t)SALA_MAX_PATH * (size_t)m->lin_kv_heads * (size_t)m->lin_dim;
     p->thread_scratch = sala__ops_scratch(m, o->context);
     if (p->thread_scratch < sala__gemm_scratch()) p->thread_scratch = sala__gemm_scratch();
-    // No product below may overflow: a config can name any geometry.
-    double most = (double)p->pages * (double)p->page_kv * s->sparse_layers +
-                  (double)p->state * p->slots * s->lightning_layers;
-    most += (double)p->rows * ((double)m->hidden + m->ffn + (double)m->kv_heads * m->top_k) *
-            (m->layers + 2.0);
+    // A config can name any geometry: no product below may overflow.
+    double layers = m->layers + 2.0, most = (double)p->pages * (double)p->page_kv * layers;
+    most += (double)p->slots * ((double)p->state + (double)p->pending) * layers;
     most +=
-        ((double)p->logits_rows + p->slots) * ((double)m->vocab + (m->layers + 2.0) * m->hidden);
-    if (most > 1e15)
-        return sala__fail(err, SALA_E_MEMORY, "the plan takes more than %.0f TiB",
-                          most / (1ll << 40));
+        (double)p->rows * ((double)m->hidden + m->ffn + (double)m->kv_heads * m->top_k) * layers;
+    most += ((double)p->logits_rows + p->slots) * ((double)m->vocab + layers * m->hidden);
+    if (most > 1e15) return -1;
     p->kv_bytes = p->pages * s->sparse_layers * act *
                   (int64_t)(2 * p->page_kv + p->page_tier1 + p->page_tier2);
     p->state_bytes = (int64_t)p->state * 4 * s->lightning_layers * p->slots;
     p->pending_bytes = (int64_t)p->pending * act * 2 * s->lightning_layers * p->slots;
-    p->scratch_bytes = sala__scratch_bytes(s);
-    p->limit = o->memory_limit ? o->memory_limit : sala__free_memory();
+    p->scratch_bytes = (int64_t)p->thread_scratch * o->threads - p->state_bytes - p->pending_bytes;
+    p->scratch_bytes += 4 * s->sparse_layers * p->node_rows * (int64_t)(kv_heads * dim) * act;
+    sala__buffer b[SALA__BUFFERS]; // holds the states and pending paths too: taken off above
+    int n = sala__buffers(s, b);
+    for (int i = 0; i < n; i++) p->scratch_bytes += (int64_t)(b[i].count * b[i].size);
     int64_t made = o->synthetic ? s->weights.bytes : 0; // mapped weights are the page cache's
-    int64_t total = p->kv_bytes + p->state_bytes + p->pending_bytes + p->scratch_bytes + made;
-    if (total <= p->limit) return 0;
+    return p->kv_bytes + p->state_bytes + p->pending_bytes + p->scratch_bytes + made;
+}
+
+// Make the plan; an error when it does not fit.
+static int sala__make_plan(sala *s, sala_error *err) {
+    const sala_options *o = &s->options;
+    sala__plan *p = &s->plan;
     double mib = 1.0 / (1 << 20);
+    p->limit = o->memory_limit ? o->memory_limit : sala__free_memory();
+    int64_t total = sala__measure(s);
+    if (total < 0) return sala__fail(err, SALA_E_MEMORY, "the plan takes more than 1000 TB");
+    if (total <= p->limit) return 0;
     return sala__fail(err, SALA_E_MEMORY,
                       "the plan takes %.1f MiB (K/V %.1f, states %.1f, pending paths %.1f, scratch "
-                      "%.1f) but %.1f MiB %s: lower "
-                      "context (%lld), kv-tokens (%lld), max-sequences (%d) or chunk (%d)",
+                      "%.1f) but %.1f MiB are %s: lower context (%lld), kv-tokens (%lld), "
+                      "max-sequences (%d) or chunk (%d)",
                       (double)total * mib, (double)p->kv_bytes * mib, (double)p->state_bytes * mib,
                       (double)p->pending_bytes * mib, (double)p->scratch_bytes * mib,
-                      (double)p->limit * mib, o->memory_limit ? "are allowed" : "are free",
+                      (double)p->limit * mib, o->memory_limit ? "allowed" : "free",
                       (long long)o->context, (long long)o->kv_tokens, o->max_sequences, o->chunk);
 }
 
-// The longest single sequence whose pages fit beside everything else.
+// The longest single sequence that would fit, everything else being as it is.
 static int64_t sala__longest_context(const sala *s) {
-    const sala__plan *p = &s->plan;
-    const sala_dims *m = &s->config.dims;
-    int64_t page = s->sparse_layers * (int64_t)sizeof(sala_act) *
-                   (int64_t)(2 * p->page_kv + p->page_tier1 + p->page_tier2);
-    int64_t threads = s->options.threads;
-    int64_t base =
-        p->state_bytes + p->pending_bytes + p->scratch_bytes - (int64_t)p->thread_scratch * threads;
-    base += (int64_t)sala__ops_scratch(m, 0) * threads;
-    page += threads * (int64_t)(sala__select_scratch(m, m->block) - sala__select_scratch(m, 0)) *
-            4; // scores
-    int64_t most = page > 0 ? (p->limit - base) / page * m->block : INT32_MAX;
-    int64_t cap = (int64_t)1 << 30;
-    return most < 0 ? 0 : most > cap ? cap : most;
+    sala trial = *s; // measured with other options, never opened
+    int64_t block = s->config.dims.block, fits = 0, most = ((int64_t)1 << 30) / block;
+    while (fits < most) {
+        int64_t middle = fits + (most - fits + 1) / 2;
+        trial.options.context = trial.options.kv_tokens = middle * block;
+        int64_t total = sala__measure(&trial);
+        if (total >= 0 && total <= s->plan.limit)
+            fits = middle;
+        else
+            most = middle - 1;
+    }
+    return fits * block;
 }
 
 // ---- open and close ----
@@ -6956,68 +6086,6 @@ static int sala__read_files(sala *s, const char *path, int tokenizer, sala_error
         sala__tokenizer_open(&s->env, path, m->vocab, s->options.chat_template, &s->tokenizer, err);
     s->has_tokenizer = code == 0;
     return code;
-}
-
-// All allocations of a pass: one table, so that open, close and the plan speak of the same things.
-typedef struct sala__buffer {
-    void **pointer;
-    size_t count, size;
-    const char *what;
-} sala__buffer;
-
-#define SALA__BUFFERS 34
-
-static int sala__buffers(sala *s, sala__buffer *b) {
-    const sala_dims *m = &s->config.dims;
-    const sala__plan *p = &s->plan;
-    size_t act = sizeof(sala_act), rows = (size_t)p->rows, nodes = (size_t)p->node_rows,
-           slots = (size_t)p->slots;
-    size_t wide = (size_t)sala__query_width(m), narrow = (size_t)sala__kv_width(m),
-           hidden = (size_t)m->hidden;
-    size_t lists = (size_t)m->kv_heads * (size_t)m->top_k, lightning = (size_t)s->lightning_layers;
-    size_t shown = (size_t)p->logits_rows, lin = (size_t)m->lin_kv_heads * (size_t)m->lin_dim;
-    size_t show_hidden = s->options.hidden_states ? (size_t)(m->layers + 2) * hidden : 0;
-    size_t show_blocks = s->options.hidden_states ? (size_t)s->sparse_layers * lists : 0;
-    const sala__buffer table[] = {
-        {(void **)&s->slopes, (size_t)m->lin_heads, 4, "slopes"},
-        {(void **)&s->free_pages, (size_t)p->pages, 4, "the page list"},
-        {(void **)&s->states, lightning * slots * p->state, 4, "lightning states"},
-        {(void **)&s->pending_k, lightning * slots * p->pending, act, "pending paths"},
-        {(void **)&s->pending_v, lightning * slots * p->pending, act, "pending paths"},
-        {(void **)&s->sequences, slots, sizeof(sala__sequence), "sequences"},
-        {(void **)&s->seqs, nodes, sizeof(sala_seq), "sequences"},
-        {(void **)&s->token, rows, 4, "rows"},
-        {(void **)&s->position, rows, 4, "rows"},
-        {(void **)&s->seq, rows, 4, "rows"},
-        {(void **)&s->paths, nodes * SALA_MAX_PATH, 4, "paths"},
-        {(void **)&s->x, rows * hidden, act, "activations"},
-        {(void **)&s->y, rows * hidden, act, "activations"},
-        {(void **)&s->branch, rows * hidden, act, "activations"},
-        {(void **)&s->q, rows * wide, act, "activations"},
-        {(void **)&s->gate, rows * wide, act, "activations"},
-        {(void **)&s->o, rows * wide, act, "activations"},
-        {(void **)&s->k, rows * narrow, act, "activations"},
-        {(void **)&s->v, rows * narrow, act, "activations"},
-        {(void **)&s->ffn_gate, rows * (size_t)m->ffn, act, "activations"},
-        {(void **)&s->ffn_up, rows * (size_t)m->ffn, act, "activations"},
-        {(void **)&s->cos_sin, rows * (size_t)sala__max(m->lin_dim, m->head_dim), 4,
-         "rotary tables"},
-        {(void **)&s->blocks, rows * lists, 4, "block lists"},
-        {(void **)&s->block_count, rows * (size_t)m->kv_heads, 4, "block lists"},
-        {(void **)&s->node_k, lightning * nodes * lin, act, "verify scratch"},
-        {(void **)&s->node_v, lightning * nodes * lin, act, "verify scratch"},
-        {(void **)&s->prefill_logits, shown * (size_t)m->vocab, 4, "logits"},
-        {(void **)&s->verify_logits, slots * (size_t)m->vocab, 4, "logits"},
-        {(void **)&s->prefill_hidden, shown * show_hidden, 4, "hidden states"},
-        {(void **)&s->verify_hidden, slots * show_hidden, 4, "hidden states"},
-        {(void **)&s->prefill_blocks, shown * show_blocks, 4, "selected blocks"},
-        {(void **)&s->verify_blocks, slots * show_blocks, 4, "selected blocks"},
-        {(void **)&s->accepted, slots * (1 + SALA_MAX_PATH), 4, "accepted rows"},
-        {(void **)&s->sample_scratch, (size_t)s->options.threads * sala__sampler_scratch(m->vocab),
-         1, "sampling"},
-    };
-    memcpy(b, table, sizeof table);
-    return (int)(sizeof table / sizeof table[0]);
 }
 
 static int sala__allocate(sala *s, sala_error *err) {
@@ -7149,7 +6217,7 @@ SALA_API void sala_close(sala *s) {
 static sala *sala__new(const sala_options *options, sala_error *err) {
     sala__env none = {NULL, NULL, NULL, NULL};
     const sala__env *env = options ? &options->hooks : &none;
-    if (err) memset(err, 0, sizeof *err);
+    sala__clear(err);
     sala *s = (sala *)sala__alloc(env, 1, sizeof *s, "the engine", err);
     if (s) s->env = *env;
     if (s && sala__default_options(s, options, err) < 0) {
@@ -7407,7 +6475,7 @@ static int sala__request_fits(sala *s, const sala__request *r, const sala_reques
                           (long long)(stored + r->token_count),
                           q ? " with the sequence so far" : "", (long long)r->max_tokens,
                           (long long)s->options.context);
-    if ((ask->want_rows & SALA_ROWS_PROMPT) && s->options.logits_rows < SALA_TILE)
+    if (ask->want_rows && s->options.logits_rows < SALA_TILE)
         return sala__fail(err, SALA_E_ARGUMENT,
                           "want_rows needs an engine opened with logits-rows of at least %d",
                           SALA_TILE);
@@ -7417,8 +6485,13 @@ static int sala__request_fits(sala *s, const sala__request *r, const sala_reques
     return 0;
 }
 
+static int sala__failed(sala_error *err) {
+    return sala__fail(err, SALA_E_STATE, "an earlier sala_step failed: close this engine");
+}
+
 SALA_API int64_t sala_submit(sala *s, const sala_request *ask, sala_error *err) {
-    if (err) memset(err, 0, sizeof *err);
+    sala__clear(err);
+    if (s->failed) return sala__failed(err);
     int code = sala__check_request_fields(ask, err);
     if (code < 0) return code;
     sala__request *r = (sala__request *)sala__alloc(&s->env, 1, sizeof *r, "a request", err);
@@ -7440,6 +6513,7 @@ SALA_API int64_t sala_submit(sala *s, const sala_request *ask, sala_error *err) 
 }
 
 SALA_API int sala_cancel(sala *s, int64_t request, sala_error *err) {
+    sala__clear(err);
     for (sala__request *r = s->requests; r; r = r->next)
         if (r->id == request) {
             r->cancelled = 1;
@@ -7458,6 +6532,7 @@ static void sala__free_sequence(sala *s, sala__sequence *q) {
 }
 
 SALA_API int sala_release(sala *s, int64_t sequence, sala_error *err) {
+    sala__clear(err);
     sala__sequence *q = sala__find_sequence(s, sequence);
     if (!q)
         return sala__fail(err, SALA_E_ARGUMENT, "there is no sequence %lld", (long long)sequence);
@@ -7552,7 +6627,7 @@ static void sala__sparse_layer(sala *s, sala__pass *p, const sala__layer *w, int
         qk.heads = m->heads;
         qk.kv_heads = m->kv_heads;
         qk.dim = m->head_dim;
-        qk.cos_sin = s->cos_sin;
+        qk.cos_sin = s->sparse_cos_sin;
         qk.q = s->q;
         qk.k = nodes.k;
         sala__op(s, SALA__OP_qk_norm_rope, &qk);
@@ -7639,6 +6714,11 @@ static void sala__forward(sala *s, sala__pass *p) {
     sala__show_hidden(s, p, 0, s->x);
     sala_rope_args rope = {&p->rows, m->rope_theta, m->lin_dim, s->cos_sin};
     sala__op(s, SALA__OP_rope_table, &rope);
+    if (m->sparse_rope) { // not in the released model; the two kinds of heads may differ in width
+        rope.dim = m->head_dim;
+        rope.cos_sin = s->sparse_cos_sin;
+        sala__op(s, SALA__OP_rope_table, &rope);
+    }
     sala_norm_args norm = {rows, m->hidden, m->eps, m->residual_scale, NULL, s->weights.final_norm,
                            s->x, s->y,      1};
     for (int l = 0; l < m->layers; l++) {
@@ -7687,29 +6767,23 @@ static int sala__is_stop_token(const sala *s, const sala__request *r, int32_t to
     return 0;
 }
 
-// How many bytes of `held` can be shown: all before the earliest place where a stop string stands
-// (*stopped = 1) or might still begin.
+// How many bytes of the held text can be shown: all before the earliest place where a stop string
+// stands whole (*stopped = 1), else all before the earliest place where one might still begin.
 static size_t sala__stop_scan(const sala__request *r, int *stopped) {
-    const char *text = r->held.data;
-    size_t size = r->held.size;
+    size_t size = r->held.size, partial = size;
     *stopped = 0;
-    for (size_t at = 0; at < size; at++)
+    for (size_t at = 0; at < size; at++) {
         for (int i = 0; i < r->stop_count; i++) {
             size_t n = strlen(r->stop[i]), have = size - at < n ? size - at : n;
-            if (memcmp(text + at, r->stop[i], have) != 0) continue;
+            if (memcmp(r->held.data + at, r->stop[i], have) != 0) continue;
             if (have == n) {
                 *stopped = 1;
                 return at;
             }
-            int longer = 0; // another stop string may stand complete at the same place
-            for (int k = i + 1; k < r->stop_count; k++) {
-                size_t nk = strlen(r->stop[k]);
-                longer |= nk <= size - at && memcmp(text + at, r->stop[k], nk) == 0;
-            }
-            *stopped = longer;
-            return at;
+            if (at < partial) partial = at;
         }
-    return size;
+    }
+    return partial;
 }
 
 // Move the first `bytes` of the held text to the last event.
@@ -7747,6 +6821,8 @@ static int sala__finish(sala *s, sala__request *r, int reason, int show_rest, sa
                                       : NULL;
     if (q) {
         q->request = 0;
+        if (r->took_root && r->prefilled == 0)
+            q->root = r->tokens[0]; // cancelled before it was read
         q->token_count =
             (size_t)q->stored + (q->root >= 0); // cancelled in prefill: what was not read never was
         e->sequence = r->keep || r->slot < 0 ? q->id : 0;
@@ -7762,13 +6838,6 @@ static int sala__note_token(sala *s, sala__sequence *q, int32_t token, sala_erro
     if (code == 0) q->tokens[q->token_count++] = token;
     return code;
 }
-
-typedef struct sala__choice {
-    int32_t token;
-    float logprob;
-    int top_count;
-    sala_logprob top[20];
-} sala__choice;
 
 // Take over a chosen token: history, event, text, and whether the request ends with it.
 static int sala__take_token(sala *s, sala__request *r, const sala__choice *c, sala_error *err) {
@@ -7869,6 +6938,7 @@ static int sala__begin_segment(sala *s, sala__request *r, sala_error *err) {
     sala__release(&s->env, r->tokens);
     r->tokens = tokens;
     r->token_count++;
+    r->took_root = 1;
     q->root = -1;
     return 0;
 }
@@ -8094,9 +7164,7 @@ static int sala__verify(sala *s, sala_error *err) {
     sala__forward(s, &p);
     int64_t bytes = sala__verify_bytes(s, n);
     sala__commit(s, &p);
-    sala__choice *choices =
-        (sala__choice *)sala__alloc(&s->env, (size_t)n, sizeof *choices, "choices", err);
-    if (!choices) return SALA_E_MEMORY;
+    sala__choice *choices = s->choices;
     sala__sample_job job = {s, active, choices};
     sala__parallel(&s->cpu, n, sala__sample_item, &job);
     int code = 0;
@@ -8106,7 +7174,6 @@ static int sala__verify(sala *s, sala_error *err) {
             code = sala__rows_event(s, active[i], &p, i, 1, err);
         if (code == 0) code = sala__take_token(s, active[i], &choices[i], err);
     }
-    sala__release(&s->env, choices);
     return code;
 }
 
@@ -8134,12 +7201,13 @@ static void sala__sweep(sala *s) { // drop the requests that finished
 }
 
 SALA_API int sala_step(sala *s, sala_error *err) {
-    if (err) memset(err, 0, sizeof *err);
+    sala__clear(err);
     if (s->event_taken < s->event_count)
         return sala__fail(
             err, SALA_E_STATE,
             "%zu events wait: call sala_next_event until it returns 0, then sala_step",
             s->event_count - s->event_taken);
+    if (s->failed) return sala__failed(err);
     s->event_count = s->event_taken = s->event_top_count = 0;
     s->event_text.size = 0;
     if (!s->requests) return 0;
@@ -8148,13 +7216,14 @@ SALA_API int sala_step(sala *s, sala_error *err) {
     if (code == 0) code = sala__prefill(s, err);
     if (code == 0) code = sala__verify(s, err);
     sala__sweep(s);
+    s->failed = code < 0; // a step is not undone half-way: what it left behind must not be used
     return code < 0 ? code : 1;
 }
 
 // ---- text, for callers ----
 
 static int sala__need_tokenizer(const sala *s, sala_error *err) {
-    if (err) memset(err, 0, sizeof *err);
+    sala__clear(err);
     if (s->has_tokenizer) return 0;
     return sala__fail(err, SALA_E_STATE,
                       "this model has no tokenizer.json: it takes and gives token ids only");
@@ -8218,10 +7287,11 @@ SALA_API void sala_free(sala *s, void *pointer) {
 }
 
 SALA_API int sala_check_weights(sala *s, sala_error *err) {
-    if (err) memset(err, 0, sizeof *err);
+    sala__clear(err);
     return sala__weights_check(&s->env, &s->config, &s->weights,
                                s->options.synthetic ? NULL : &s->checkpoint, err);
 }
+#pragma GCC diagnostic pop
 #ifndef __clang__
 #pragma GCC pop_options
 #endif

@@ -13,9 +13,11 @@
 static int check_failures; // of the running test
 static const char *check_test;
 
-#define CHECK(condition, ...)                                                                                                    \
-    do {                                                                                                                         \
-        if (!(condition)) check_failed(__FILE__, __LINE__, #condition), printf("      " __VA_ARGS__), printf("\n");              \
+#define CHECK(condition, ...)                                                                      \
+    do {                                                                                           \
+        if (!(condition))                                                                          \
+            check_failed(__FILE__, __LINE__, #condition), printf("      " __VA_ARGS__),            \
+                printf("\n");                                                                      \
     } while (0)
 
 static void check_failed(const char *file, int line, const char *text) {
@@ -39,19 +41,21 @@ static int check_main(const check_entry *tests, int count, int argc, char **argv
         check_test = tests[i].name;
         tests[i].run();
         printf("%s %s\n", check_failures ? "FAILED" : "ok    ", tests[i].name);
-        if (check_failures) failed++;
-        else passed++;
+        if (check_failures)
+            failed++;
+        else
+            passed++;
     }
     printf("%d passed, %d failed\n", passed, failed);
     return failed || !passed;
 }
 
-#define TEST(name)                                                                                                               \
+#define TEST(name)                                                                                 \
     { #name, name }
-#define TEST_MAIN(...)                                                                                                           \
-    int main(int argc, char **argv) {                                                                                            \
-        static const check_entry tests[] = {__VA_ARGS__};                                                                        \
-        return check_main(tests, (int)(sizeof tests / sizeof tests[0]), argc, argv);                                             \
+#define TEST_MAIN(...)                                                                             \
+    int main(int argc, char **argv) {                                                              \
+        static const check_entry tests[] = {__VA_ARGS__};                                          \
+        return check_main(tests, (int)(sizeof tests / sizeof tests[0]), argc, argv);               \
     }
 
 // A small generator for test inputs (splitmix64): the same numbers everywhere.

@@ -57,7 +57,8 @@ HELPER session session_open(const char *path, const sala_options *options) {
     sala_get_info(t.engine, &t.info);
     if (options && options->hidden_states) {
         t.hidden_row = (size_t)(t.info.layers + 2) * (size_t)t.info.hidden;
-        t.blocks_row = (size_t)t.info.sparse_layers * (size_t)t.info.kv_heads * (size_t)t.info.top_k;
+        t.blocks_row =
+            (size_t)t.info.sparse_layers * (size_t)t.info.kv_heads * (size_t)t.info.top_k;
     }
     return t;
 }
@@ -115,7 +116,8 @@ HELPER void take_rows(session *t, outcome *o, const sala_event *ev) {
     size_t lists = t->info.sparse_layers ? t->blocks_row / (size_t)t->info.sparse_layers : 0;
     size_t rows = (size_t)ev->row_count;
     CHECK(o->seen != NULL, "request %lld did not want rows", (long long)ev->request);
-    CHECK(!t->hidden_row == !ev->hidden && !t->hidden_row == !ev->blocks, "hidden states and blocks");
+    CHECK(!t->hidden_row == !ev->hidden && !t->hidden_row == !ev->blocks,
+          "hidden states and blocks");
     if (!o->seen || !t->hidden_row != !ev->hidden) return;
     for (size_t r = 0; r < rows; r++) {
         size_t at = (size_t)ev->first_position + r;
@@ -123,9 +125,11 @@ HELPER void take_rows(session *t, outcome *o, const sala_event *ev) {
         o->seen[at] = 1;
         memcpy(o->logits + at * vocab, ev->logits + r * vocab, vocab * 4);
         for (size_t l = 0; t->hidden_row && l < (size_t)t->info.layers + 2; l++)
-            memcpy(o->hidden + at * t->hidden_row + l * width, ev->hidden + (l * rows + r) * width, width * 4);
+            memcpy(o->hidden + at * t->hidden_row + l * width, ev->hidden + (l * rows + r) * width,
+                   width * 4);
         for (size_t l = 0; t->hidden_row && l < (size_t)t->info.sparse_layers; l++)
-            memcpy(o->blocks + at * t->blocks_row + l * lists, ev->blocks + (l * rows + r) * lists, lists * 4);
+            memcpy(o->blocks + at * t->blocks_row + l * lists, ev->blocks + (l * rows + r) * lists,
+                   lists * 4);
     }
 }
 
@@ -135,8 +139,8 @@ HELPER void take_event(session *t, const sala_event *ev) {
     CHECK(ev->text && strlen(ev->text) >= ev->text_bytes, "an event's text");
     if (ev->type == SALA_EVENT_ROWS) take_rows(t, o, ev);
     if (ev->type == SALA_EVENT_PREFILL) {
-        CHECK(ev->done > o->prefill_done && ev->done <= ev->total, "prefill %lld of %lld", (long long)ev->done,
-              (long long)ev->total);
+        CHECK(ev->done > o->prefill_done && ev->done <= ev->total, "prefill %lld of %lld",
+              (long long)ev->done, (long long)ev->total);
         o->prefill_done = ev->done;
         o->prefill_total = ev->total;
     }
@@ -147,8 +151,8 @@ HELPER void take_event(session *t, const sala_event *ev) {
             o->logprobs = (float *)need(realloc(o->logprobs, (size_t)o->token_capacity * 4));
         }
         if (!o->count) o->first_position = ev->position;
-        CHECK(ev->position == o->first_position + o->count, "token %lld is at %lld", (long long)o->count,
-              (long long)ev->position);
+        CHECK(ev->position == o->first_position + o->count, "token %lld is at %lld",
+              (long long)o->count, (long long)ev->position);
         o->tokens[o->count] = ev->token;
         o->logprobs[o->count++] = ev->logprob;
     }
@@ -208,9 +212,10 @@ HELPER void session_idle(session *t) {
     sala_event ev;
     sala_get_info(s, &info);
     CHECK(info.sequences_resident == 0, "%d sequences are left", info.sequences_resident);
-    CHECK(info.requests_waiting == 0 && info.requests_active == 0, "%d requests wait, %d are active",
-          info.requests_waiting, info.requests_active);
-    CHECK(info.kv_tokens_reserved == 0, "%lld tokens are reserved", (long long)info.kv_tokens_reserved);
+    CHECK(info.requests_waiting == 0 && info.requests_active == 0,
+          "%d requests wait, %d are active", info.requests_waiting, info.requests_active);
+    CHECK(info.kv_tokens_reserved == 0, "%lld tokens are reserved",
+          (long long)info.kv_tokens_reserved);
     CHECK(sala_next_event(s, &ev) == 0, "an event is left");
     unsigned char *free_page = (unsigned char *)need(calloc((size_t)s->plan.pages + 1, 1));
     for (int64_t i = 0; i < s->free_page_count; i++) free_page[s->free_pages[i]]++;
@@ -284,23 +289,30 @@ HELPER void random_tokens(int32_t *out, int count, int vocab) {
 // ---- comparing ----
 
 // The first position from `from` to `to` - 1 whose rows differ in a bit (or are missing in one), or -1.
-HELPER int64_t first_difference(const session *t, const outcome *a, const outcome *b, int64_t from, int64_t to) {
+HELPER int64_t first_difference(const session *t, const outcome *a, const outcome *b, int64_t from,
+                                int64_t to) {
     size_t vocab = (size_t)t->info.vocab;
     for (int64_t p = from; p < to; p++) {
         size_t at = (size_t)p;
         if (!a->seen[at] || !b->seen[at]) return p;
         if (memcmp(a->logits + at * vocab, b->logits + at * vocab, vocab * 4) != 0) return p;
         if (!a->hidden || !b->hidden) continue;
-        if (memcmp(a->hidden + at * t->hidden_row, b->hidden + at * t->hidden_row, t->hidden_row * 4) != 0) return p;
-        if (memcmp(a->blocks + at * t->blocks_row, b->blocks + at * t->blocks_row, t->blocks_row * 4) != 0) return p;
+        if (memcmp(a->hidden + at * t->hidden_row, b->hidden + at * t->hidden_row,
+                   t->hidden_row * 4) != 0)
+            return p;
+        if (memcmp(a->blocks + at * t->blocks_row, b->blocks + at * t->blocks_row,
+                   t->blocks_row * 4) != 0)
+            return p;
     }
     return -1;
 }
 
-HELPER int same_choices(const outcome *a, const outcome *b) { // tokens, and the bits of their log-probabilities
+HELPER int same_choices(const outcome *a,
+                        const outcome *b) { // tokens, and the bits of their log-probabilities
     return a->count == b->count && a->reason == b->reason && a->bytes == b->bytes &&
            memcmp(a->tokens, b->tokens, (size_t)a->count * 4) == 0 &&
-           memcmp(a->logprobs, b->logprobs, (size_t)a->count * 4) == 0 && memcmp(a->text, b->text, a->bytes) == 0;
+           memcmp(a->logprobs, b->logprobs, (size_t)a->count * 4) == 0 &&
+           memcmp(a->text, b->text, a->bytes) == 0;
 }
 
 // |a - b| / |b| of two vectors
@@ -355,11 +367,16 @@ HELPER memory memory_of(session *t, int64_t id) {
             }
             for (int tier = 1; tier <= 2; tier++)
                 for (int j = 0; j < sala_tier_rows(d, tier, q->stored); j++)
-                    memory_add(&m, sala__tier_slot(d, &seq, tier == 1 ? s->pages[l].tier1 : s->pages[l].tier2, tier, g, j),
+                    memory_add(&m,
+                               sala__tier_slot(d, &seq,
+                                               tier == 1 ? s->pages[l].tier1 : s->pages[l].tier2,
+                                               tier, g, j),
                                vector);
         }
     for (int l = 0; l < s->lightning_layers; l++)
-        memory_add(&m, s->states + ((size_t)l * (size_t)s->plan.slots + (size_t)slot) * s->plan.state, s->plan.state * 4);
+        memory_add(&m,
+                   s->states + ((size_t)l * (size_t)s->plan.slots + (size_t)slot) * s->plan.state,
+                   s->plan.state * 4);
     return m;
 }
 

@@ -15,20 +15,22 @@ static sala_options tiny_options(void) {
 }
 
 // An error is a code, one clear sentence that names what is wrong, and it makes no difference who listens.
-#define REFUSED(call_with, want, word)                                                                                           \
-    do {                                                                                                                         \
-        sala_error err, *e = &err;                                                                                               \
-        memset(&err, 0x55, sizeof err);                                                                                          \
-        int64_t code = (int64_t)(call_with);                                                                                     \
-        CHECK(code == (want) && err.code == (want), "code %lld, error %d, wanted %d: %.200s", (long long)code, err.code, (want), \
-              err.text);                                                                                                         \
-        CHECK(memchr(err.text, 0, sizeof err.text) && strstr(err.text, word), "\"%s\" is not in: %.200s", (word), err.text);     \
-        e = NULL;                                                                                                                \
-        code = (int64_t)(call_with);                                                                                             \
-        CHECK(code == (want), "without an error struct: %lld", (long long)code);                                                 \
+#define REFUSED(call_with, want, word)                                                             \
+    do {                                                                                           \
+        sala_error err, *e = &err;                                                                 \
+        memset(&err, 0x55, sizeof err);                                                            \
+        int64_t code = (int64_t)(call_with);                                                       \
+        CHECK(code == (want) && err.code == (want), "code %lld, error %d, wanted %d: %.200s",      \
+              (long long)code, err.code, (want), err.text);                                        \
+        CHECK(memchr(err.text, 0, sizeof err.text) && strstr(err.text, word),                      \
+              "\"%s\" is not in: %.200s", (word), err.text);                                       \
+        e = NULL;                                                                                  \
+        code = (int64_t)(call_with);                                                               \
+        CHECK(code == (want), "without an error struct: %lld", (long long)code);                   \
     } while (0)
 
-static int open_code(const char *path, const sala_options *o, sala_error *err) { // 0 or the error of opening
+static int open_code(const char *path, const sala_options *o,
+                     sala_error *err) { // 0 or the error of opening
     sala_error mine;
     sala *s = sala_open(path, o, err ? err : &mine);
     sala_close(s);
@@ -70,7 +72,8 @@ static void test_open_errors(void) {
     bad = o, bad.chat_template = "alpaca";
     REFUSED(open_code(TINY_CONFIG, &bad, e), SALA_E_ARGUMENT, "alpaca");
     bad = o, bad.memory_limit = 1000;
-    REFUSED(open_code(TINY_CONFIG, &bad, e), SALA_E_MEMORY, "max-sequences (4)"); // and the other options with their numbers
+    REFUSED(open_code(TINY_CONFIG, &bad, e), SALA_E_MEMORY,
+            "max-sequences (4)"); // and the other options with their numbers
     bad = o, bad.context = bad.kv_tokens = 1 << 30, bad.memory_limit = 1 << 20;
     REFUSED(open_code(TINY_CONFIG, &bad, e), SALA_E_MEMORY, "context (1073741824)");
     o.device = "cpu";
@@ -95,8 +98,10 @@ static void test_settings_by_name(void) {
     REFUSED(sala_set_request(&r, "top-p", "1.5", e), SALA_E_ARGUMENT, "top-p");
     REFUSED(sala_set_request(NULL, "top-p", "0.5", e), SALA_E_ARGUMENT, "request");
     CHECK(sala_set_option(&o, "chunk", "192", NULL) == 0 && o.chunk == 192, "chunk is %d", o.chunk);
-    CHECK(sala_set_option(&o, "dense_len", "0", NULL) == 0 && o.dense_len == SALA_DENSE_NEVER, "dense_len is %d", o.dense_len);
-    CHECK(sala_set_request(&r, "max-tokens", "2K", NULL) == 0 && r.max_tokens == 2048, "max_tokens is %lld", (long long)r.max_tokens);
+    CHECK(sala_set_option(&o, "dense_len", "0", NULL) == 0 && o.dense_len == SALA_DENSE_NEVER,
+          "dense_len is %d", o.dense_len);
+    CHECK(sala_set_request(&r, "max-tokens", "2K", NULL) == 0 && r.max_tokens == 2048,
+          "max_tokens is %lld", (long long)r.max_tokens);
 }
 
 static void test_plan(void) {
@@ -112,22 +117,32 @@ static void test_plan(void) {
         sala *s = sala_open(path, &o, &err);
         if (!s) die(path, err.text);
         sala_get_info(s, &info);
-        CHECK(strcmp(info.path, path) == 0 && strstr(info.device, "CPU, 2 threads") && strcmp(info.weight_format, "BF16") == 0,
+        CHECK(strcmp(info.path, path) == 0 && strstr(info.device, "CPU, 2 threads") &&
+                  strcmp(info.weight_format, "BF16") == 0,
               "%s, %s, %s", info.path, info.device, info.weight_format);
         CHECK(info.eos_count == 2 && info.eos[1] == 96 && info.bos == 1, "special tokens");
-        CHECK(plan.path == NULL && plan.device == NULL && plan.weight_format == NULL && plan.chat_template == NULL, "strings in a plan");
+        CHECK(plan.path == NULL && plan.device == NULL && plan.weight_format == NULL &&
+                  plan.chat_template == NULL,
+              "strings in a plan");
         info.path = info.device = info.weight_format = info.chat_template = NULL;
         info.eos = NULL;
         info.eos_count = 0;
         CHECK(memcmp(&plan, &info, sizeof info) == 0, "the plan is not what the engine says");
-        CHECK(info.total_bytes == info.weight_bytes + info.kv_bytes + info.state_bytes + info.pending_bytes + info.scratch_bytes, "the sum");
-        CHECK(info.state_bytes == info.state_bytes_per_sequence * 4 && info.state_bytes_per_sequence == 3 * 6 * 16 * 16 * 4, "states");
-        CHECK(info.parameters == 212160 && info.weight_bytes == 2 * 212160, "%lld parameters", (long long)info.parameters);
+        CHECK(info.total_bytes == info.weight_bytes + info.kv_bytes + info.state_bytes +
+                                      info.pending_bytes + info.scratch_bytes,
+              "the sum");
+        CHECK(info.state_bytes == info.state_bytes_per_sequence * 4 &&
+                  info.state_bytes_per_sequence == 3 * 6 * 16 * 16 * 4,
+              "states");
+        CHECK(info.parameters == 212160 && info.weight_bytes == 2 * 212160, "%lld parameters",
+              (long long)info.parameters);
         CHECK(info.kv_bytes_per_token > 0 && info.kv_tokens_total >= 256, "pages");
         o.context = o.kv_tokens = info.longest_context; // what is said to fit does
-        CHECK(sala_plan(path, &o, &plan, &err) == 0, "the longest context does not fit: %s", err.text);
+        CHECK(sala_plan(path, &o, &plan, &err) == 0, "the longest context does not fit: %s",
+              err.text);
         o.context = o.kv_tokens = info.longest_context / 4 * 5; // and not much more
-        CHECK(sala_plan(path, &o, &plan, &err) == SALA_E_MEMORY, "a quarter more than the longest context fits");
+        CHECK(sala_plan(path, &o, &plan, &err) == SALA_E_MEMORY,
+              "a quarter more than the longest context fits");
         CHECK(plan.total_bytes > o.memory_limit, "a plan that does not fit is not shown");
         sala_close(s);
     }
@@ -150,7 +165,9 @@ static void test_request_errors(void) {
     session t = session_open(TINY_CONFIG, &o);
     sala *s = t.engine;
     sala_request good = request_of(tokens, 3, 4), r;
-#define BAD(change, want, word) r = good, change; REFUSED(submit_code(s, &r, e), want, word)
+#define BAD(change, want, word)                                                                    \
+    r = good, change;                                                                              \
+    REFUSED(submit_code(s, &r, e), want, word)
     BAD(r.token_count = 0, SALA_E_ARGUMENT, "prompt");
     BAD(r.token_count = -1, SALA_E_ARGUMENT, "token_count");
     BAD(r.tokens = NULL, SALA_E_ARGUMENT, "tokens");
@@ -184,7 +201,8 @@ static void test_request_errors(void) {
     BAD(r.sequence = -1, SALA_E_ARGUMENT, "sequence");
 #undef BAD
     sala_event ev;
-    CHECK(sala_step(s, NULL) == 0 && sala_next_event(s, &ev) == 0, "a refused request left something");
+    CHECK(sala_step(s, NULL) == 0 && sala_next_event(s, &ev) == 0,
+          "a refused request left something");
     CHECK(session_do(&t, &good)->count == 4, "and a good one runs");
     session_close(&t);
 }
@@ -234,9 +252,10 @@ static void test_success_clears_the_error(void) {
     sala_request r = request_of(tokens, 3, 4);
     sala_event ev;
     int64_t kept = 0;
-#define CLEAR(call)                                                                                                              \
-    memset(&err, 0x55, sizeof err);                                                                                              \
-    CHECK((call) >= 0 && err.code == 0 && !err.text[0], "code %d after success: %.40s", err.code, err.text)
+#define CLEAR(call)                                                                                \
+    memset(&err, 0x55, sizeof err);                                                                \
+    CHECK((call) >= 0 && err.code == 0 && !err.text[0], "code %d after success: %.40s", err.code,  \
+          err.text)
     r.keep = 1;
     CLEAR(sala_submit(t.engine, &r, &err));
     CLEAR(sala_cancel(t.engine, 1, &err));
@@ -265,27 +284,35 @@ static void test_without_tokenizer(void) {
     REFUSED(sala_tokenize(s, "x", 1, 0, &tokens, e), SALA_E_STATE, "tokenizer");
     REFUSED(sala_chat_turn(s, "user", "x", 1, 1, 1, &tokens, e), SALA_E_STATE, "tokenizer");
     sala_error err;
-    CHECK(sala_detokenize(s, &one, 1, 0, &bytes, &err) == NULL && err.code == SALA_E_STATE, "%s", err.text);
+    CHECK(sala_detokenize(s, &one, 1, 0, &bytes, &err) == NULL && err.code == SALA_E_STATE, "%s",
+          err.text);
     CHECK(sala_stream_open(s, 0, &err) == NULL && err.code == SALA_E_STATE, "%s", err.text);
-    CHECK(sala_stream_open(s, 0, NULL) == NULL && sala_detokenize(s, &one, 1, 0, &bytes, NULL) == NULL, "without an error struct");
+    CHECK(sala_stream_open(s, 0, NULL) == NULL &&
+              sala_detokenize(s, &one, 1, 0, &bytes, NULL) == NULL,
+          "without an error struct");
     sala_stream_close(NULL);
     sala_free(s, NULL);
     session_close(&t);
 }
 
 static void test_text_calls(void) {
-    static const char text[] = "<|im_start|>user\nWhat does the cow say?<|im_end|>\n<|im_start|>assistant\n", *shown;
+    static const char text[] =
+        "<|im_start|>user\nWhat does the cow say?<|im_end|>\n<|im_start|>assistant\n",
+                      *shown;
     sala_options o = small_options(64, 0);
     sala_error err;
     int32_t *tokens, *turn, bad = 2048;
     size_t bytes, n;
     session t = session_open(SALA_TINY, &o);
     sala *s = t.engine;
-    int64_t count = sala_tokenize(s, text, strlen(text), SALA_ADD_BOS | SALA_PARSE_SPECIAL, &tokens, &err);
+    int64_t count =
+        sala_tokenize(s, text, strlen(text), SALA_ADD_BOS | SALA_PARSE_SPECIAL, &tokens, &err);
     int64_t same = sala_chat_turn(s, "user", "What does the cow say?", 22, 1, 1, &turn, &err);
-    CHECK(count == 16 && same == count && memcmp(tokens, turn, 64) == 0, "%lld and %lld tokens", (long long)count, (long long)same);
+    CHECK(count == 16 && same == count && memcmp(tokens, turn, 64) == 0, "%lld and %lld tokens",
+          (long long)count, (long long)same);
     char *back = sala_detokenize(s, tokens, count, 1, &bytes, &err);
-    CHECK(back && bytes == strlen(back) && strstr(back, "cow say?<|im_end|>"), "%s", back ? back : err.text);
+    CHECK(back && bytes == strlen(back) && strstr(back, "cow say?<|im_end|>"), "%s",
+          back ? back : err.text);
     sala_text_stream *stream = sala_stream_open(s, 1, &err);
     char joined[256] = "";
     for (int64_t i = 0; i <= count; i++) {
@@ -297,7 +324,8 @@ static void test_text_calls(void) {
     CHECK(sala_stream_next(stream, bad, &n) == NULL && n == 0, "a token beyond the vocabulary");
     shown = sala_stream_next(stream, tokens[3], NULL);
     CHECK(shown != NULL, "the stream is no longer usable");
-    CHECK(sala_detokenize(s, &bad, 1, 0, &bytes, &err) == NULL && err.code == SALA_E_ARGUMENT, "%s", err.text);
+    CHECK(sala_detokenize(s, &bad, 1, 0, &bytes, &err) == NULL && err.code == SALA_E_ARGUMENT, "%s",
+          err.text);
     sala_stream_close(stream);
     sala_free(s, turn);
     CHECK(sala_tokenize(s, "", 0, 0, &turn, &err) == 0, "empty text");
@@ -351,11 +379,14 @@ static void test_hooks(void) {
     o.hooks.progress = record_progress;
     sala *s = sala_open(path, &o, &err);
     unlink(path);
-    CHECK(s && r.logs == 1 && r.line[0] == '0' + SALA_LOG_WARNING && strstr(r.line, "lightning_scale"), "%d lines: %s", r.logs, r.line);
+    CHECK(s && r.logs == 1 && r.line[0] == '0' + SALA_LOG_WARNING &&
+              strstr(r.line, "lightning_scale"),
+          "%d lines: %s", r.logs, r.line);
     CHECK(r.calls >= 3 && r.last == 1, "%d calls, the last at %g (%s)", r.calls, r.last, r.what);
     sala_close(s);
     CHECK(strcmp(sala_version(), SALA_VERSION) == 0, "%s", sala_version());
-    int major = SALA_VERSION_NUMBER / 10000, minor = SALA_VERSION_NUMBER / 100 % 100, patch = SALA_VERSION_NUMBER % 100;
+    int major = SALA_VERSION_NUMBER / 10000, minor = SALA_VERSION_NUMBER / 100 % 100,
+        patch = SALA_VERSION_NUMBER % 100;
     snprintf(r.line, sizeof r.line, "%d.%d.%d", major, minor, patch);
     CHECK(strcmp(r.line, SALA_VERSION) == 0, "%s is not %s", r.line, SALA_VERSION);
 }
@@ -408,7 +439,8 @@ static int short_life(const char *path, int synthetic, allocator *a, int32_t *to
     sala *s = sala_open(path, &o, &err);
     if (!s) {
         *code = err.code;
-        CHECK(err.code == SALA_E_MEMORY && strstr(err.text, "out of memory"), "call %lld: %d %s", (long long)a->fail_at, err.code, err.text);
+        CHECK(err.code == SALA_E_MEMORY && strstr(err.text, "out of memory"), "call %lld: %d %s",
+              (long long)a->fail_at, err.code, err.text);
         return 0;
     }
     sala_bias bias = {20, 0.5f};
@@ -430,10 +462,12 @@ static int short_life(const char *path, int synthetic, allocator *a, int32_t *to
         if (step < 0) {
             errors++;
             if (!*code) *code = err.code;
-            CHECK(err.code == step && err.text[0], "call %lld: %d %s", (long long)a->fail_at, err.code, err.text);
+            CHECK(err.code == step && err.text[0], "call %lld: %d %s", (long long)a->fail_at,
+                  err.code, err.text);
         }
         while (sala_next_event(s, &ev))
-            if (ev.type == SALA_EVENT_TOKEN && ev.position >= 10 && ev.position < 10 + SHORT_TOKENS) tokens[ev.position - 10] = ev.token, came++;
+            if (ev.type == SALA_EVENT_TOKEN && ev.position >= 10 && ev.position < 10 + SHORT_TOKENS)
+                tokens[ev.position - 10] = ev.token, came++;
     }
     sala_close(s);
     return came;
@@ -444,8 +478,8 @@ static void fail_everywhere(const char *path, int synthetic, int forever) {
     allocator a;
     int code;
     memset(&a, 0, sizeof a);
-    CHECK(short_life(path, synthetic, &a, want, &code) == SHORT_TOKENS && code == 0 && a.live == 0, "undisturbed: code %d, %lld live", code,
-          (long long)a.live);
+    CHECK(short_life(path, synthetic, &a, want, &code) == SHORT_TOKENS && code == 0 && a.live == 0,
+          "undisturbed: code %d, %lld live", code, (long long)a.live);
     int64_t total = a.calls;
     for (int64_t n = 1; n <= total; n++) {
         memset(&a, 0, sizeof a);
@@ -454,9 +488,11 @@ static void fail_everywhere(const char *path, int synthetic, int forever) {
         memset(got, 0xFF, sizeof got);
         short_life(path, synthetic, &a, got, &code);
         CHECK(a.live == 0, "call %lld: %lld blocks are lost", (long long)n, (long long)a.live);
-        CHECK(a.failed && code == SALA_E_MEMORY, "call %lld failed unnoticed (code %d)", (long long)n, code);
+        CHECK(a.failed && code == SALA_E_MEMORY, "call %lld failed unnoticed (code %d)",
+              (long long)n, code);
         for (int i = 0; i < SHORT_TOKENS; i++) // what comes, comes right
-            CHECK(got[i] == -1 || got[i] == want[i], "call %lld: token %d is %d, not %d", (long long)n, i, got[i], want[i]);
+            CHECK(got[i] == -1 || got[i] == want[i], "call %lld: token %d is %d, not %d",
+                  (long long)n, i, got[i], want[i]);
     }
     printf("       %s: %lld allocations\n", path, (long long)total);
 }
@@ -501,14 +537,18 @@ static void test_two_engines(void) {
         life[i].t = session_open(TINY_CONFIG, &o);
     }
     for (int i = 0; i < 2; i++)
-        if (pthread_create(&threads[i], NULL, live_in_parallel, &life[i])) die("a thread", "cannot be made");
+        if (pthread_create(&threads[i], NULL, live_in_parallel, &life[i]))
+            die("a thread", "cannot be made");
     for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
     for (int i = 2; i < 4; i++) live_in_parallel(&life[i]);
-    for (int i = 0; i < 2; i++) CHECK(same_choices(life[i].out, life[i + 2].out), "engine %d was disturbed", i);
+    for (int i = 0; i < 2; i++)
+        CHECK(same_choices(life[i].out, life[i + 2].out), "engine %d was disturbed", i);
     CHECK(!same_choices(life[0].out, life[1].out), "two seeds, one model");
     for (int i = 0; i < 4; i++) session_close(&life[i].t);
 }
 
-TEST_MAIN(TEST(test_open_errors), TEST(test_settings_by_name), TEST(test_plan), TEST(test_request_errors), TEST(test_sequence_errors),
-          TEST(test_success_clears_the_error), TEST(test_without_tokenizer), TEST(test_text_calls), TEST(test_hooks),
-          TEST(test_out_of_memory_synthetic), TEST(test_out_of_memory_files), TEST(test_two_engines))
+TEST_MAIN(TEST(test_open_errors), TEST(test_settings_by_name), TEST(test_plan),
+          TEST(test_request_errors), TEST(test_sequence_errors),
+          TEST(test_success_clears_the_error), TEST(test_without_tokenizer), TEST(test_text_calls),
+          TEST(test_hooks), TEST(test_out_of_memory_synthetic), TEST(test_out_of_memory_files),
+          TEST(test_two_engines))

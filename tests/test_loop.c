@@ -46,7 +46,8 @@ static void test_chat_replay(void) {
         sala_request r = turn(tokens, i, chat);
         request_sampled(&r, 77);
         outcome *x = session_do(&a, &r);
-        CHECK(x->timings.prompt_tokens == turn_tokens[i] + (i > 0), "turn %d prefilled %lld tokens", i, (long long)x->timings.prompt_tokens);
+        CHECK(x->timings.prompt_tokens == turn_tokens[i] + (i > 0), "turn %d prefilled %lld tokens",
+              i, (long long)x->timings.prompt_tokens);
         CHECK(i == 0 || x->sequence == chat, "the sequence changed its name");
         chat = x->sequence;
         for (int noise = 0; noise < 2; noise++) { // others come and go between the turns
@@ -95,8 +96,10 @@ static void test_chat_is_its_history(void) {
         outcome *y = session_do(&t, &once), *x = &t.out[at];
         size_t last = (size_t)n - 1, vocab = (size_t)t.info.vocab;
         double e = relative(x->logits + last * vocab, y->logits + last * vocab, vocab);
-        CHECK(x->seen[last] && e < 0.06, "turn %d: the logits of position %zu differ by %g", i, last, e);
-        CHECK(x->first_position == n, "turn %d: the answer begins at %lld, not %d", i, (long long)x->first_position, n);
+        CHECK(x->seen[last] && e < 0.06, "turn %d: the logits of position %zu differ by %g", i,
+              last, e);
+        CHECK(x->first_position == n, "turn %d: the answer begins at %lld, not %d", i,
+              (long long)x->first_position, n);
         memcpy(history + n, x->tokens, (size_t)x->count * 4);
         n += (int)x->count;
         chat = x->sequence;
@@ -123,8 +126,8 @@ static void test_cancel_in_prefill(void) {
     session_cancel(&t, i);
     session_run(&t);
     outcome *o = &t.out[i];
-    CHECK(o->reason == SALA_FINISH_CANCELLED && o->count == 0 && o->timings.prompt_tokens == 128, "%lld tokens, reason %d",
-          (long long)o->timings.prompt_tokens, o->reason);
+    CHECK(o->reason == SALA_FINISH_CANCELLED && o->count == 0 && o->timings.prompt_tokens == 128,
+          "%lld tokens, reason %d", (long long)o->timings.prompt_tokens, o->reason);
     int64_t kept = o->sequence;
     CHECK(kept > 0 && sequence_of(&t, kept)->stored == 128, "not kept");
     // Continue with other tokens, and a penalty that would notice a token that never was.
@@ -137,7 +140,8 @@ static void test_cancel_in_prefill(void) {
     r.want_rows = SALA_ROWS_ALL;
     r.repetition_penalty = 4;
     session_do(&t, &r);
-    CHECK(same_choices(&t.out[1], &t.out[2]), "going on after a cancelled prompt gives other tokens than the prompt itself");
+    CHECK(same_choices(&t.out[1], &t.out[2]),
+          "going on after a cancelled prompt gives other tokens than the prompt itself");
     CHECK(first_difference(&t, &t.out[1], &t.out[2], 128, 278 + 29) < 0, "rows differ");
     session_close(&t);
 }
@@ -152,7 +156,8 @@ static void test_cancel_in_decode(void) {
     while (t.out[i].count < 9) session_step(&t);
     session_cancel(&t, i);
     session_run(&t);
-    CHECK(t.out[i].reason == SALA_FINISH_CANCELLED && t.out[i].sequence > 0, "reason %d", t.out[i].reason);
+    CHECK(t.out[i].reason == SALA_FINISH_CANCELLED && t.out[i].sequence > 0, "reason %d",
+          t.out[i].reason);
     int64_t first = t.out[i].sequence;
     r = request_of(tokens, 50, 1);
     request_force(&r, t.out[i].tokens, t.out[i].count);
@@ -192,7 +197,8 @@ static void test_cancel_before_prefill(void) {
         if (admitted) session_step(&t);
         session_cancel(&t, i);
         session_run(&t);
-        CHECK(t.out[i].reason == SALA_FINISH_CANCELLED && t.out[i].sequence == kept[0] && t.out[i].timings.prompt_tokens == 0,
+        CHECK(t.out[i].reason == SALA_FINISH_CANCELLED && t.out[i].sequence == kept[0] &&
+                  t.out[i].timings.prompt_tokens == 0,
               "admitted %d: reason %d", admitted, t.out[i].reason);
         for (int k = 0; k < 2; k++) {
             r = request_of(tokens + 200, 20, 12);
@@ -202,9 +208,10 @@ static void test_cancel_before_prefill(void) {
             session_do(&t, &r);
         }
         outcome *a = &t.out[t.count - 2], *b = &t.out[t.count - 1];
-        CHECK(a->timings.prompt_tokens == 21 && b->timings.prompt_tokens == 21, "admitted %d: %lld tokens prefilled", admitted,
-              (long long)a->timings.prompt_tokens);
-        CHECK(same_choices(a, b), "admitted %d: other tokens than without the cancelled turn", admitted);
+        CHECK(a->timings.prompt_tokens == 21 && b->timings.prompt_tokens == 21,
+              "admitted %d: %lld tokens prefilled", admitted, (long long)a->timings.prompt_tokens);
+        CHECK(same_choices(a, b), "admitted %d: other tokens than without the cancelled turn",
+              admitted);
         CHECK(first_difference(&t, a, b, 44, 76) < 0, "admitted %d: rows differ", admitted);
         session_close(&t);
     }
@@ -225,11 +232,12 @@ static void test_prompt_lengths(void) {
         int best = 0;
         for (int k = 1; k < 97; k++)
             if (x[k] > x[best]) best = k;
-        CHECK(o->count == 1 && o->tokens[0] == best && o->first_position == lengths[i] && o->reason == SALA_FINISH_LENGTH,
-              "a prompt of %d: %lld tokens from position %lld, reason %d", lengths[i], (long long)o->count,
-              (long long)o->first_position, o->reason);
-        CHECK(o->prefill_done == lengths[i] && o->prefill_total == lengths[i], "progress %lld of %lld", (long long)o->prefill_done,
-              (long long)o->prefill_total);
+        CHECK(o->count == 1 && o->tokens[0] == best && o->first_position == lengths[i] &&
+                  o->reason == SALA_FINISH_LENGTH,
+              "a prompt of %d: %lld tokens from position %lld, reason %d", lengths[i],
+              (long long)o->count, (long long)o->first_position, o->reason);
+        CHECK(o->prefill_done == lengths[i] && o->prefill_total == lengths[i],
+              "progress %lld of %lld", (long long)o->prefill_done, (long long)o->prefill_total);
         CHECK(!o->seen[lengths[i]], "a row of the token that nobody asked to continue");
     }
     session_close(&t);
@@ -245,20 +253,24 @@ static void test_full_context(void) {
     o.max_sequences = 2;
     session t = session_open(TINY, &o);
     sala_request r = request_of(tokens, 100, 28);
-    CHECK(session_do(&t, &r)->count == 28, "%lld tokens into an exactly full context", (long long)t.out[0].count);
+    CHECK(session_do(&t, &r)->count == 28, "%lld tokens into an exactly full context",
+          (long long)t.out[0].count);
     r = request_of(tokens, 127, 1);
     CHECK(session_do(&t, &r)->count == 1, "one token more");
     r = request_of(tokens, 100, 29);
-    CHECK(session_try(&t, &r, &err) < 0 && err.code == SALA_E_ARGUMENT && has(&err, "100") && has(&err, "29") && has(&err, "128"),
+    CHECK(session_try(&t, &r, &err) < 0 && err.code == SALA_E_ARGUMENT && has(&err, "100") &&
+              has(&err, "29") && has(&err, "128"),
           "one too many: %s", err.text);
     r = request_of(tokens, 128, 1);
-    CHECK(session_try(&t, &r, &err) < 0 && err.code == SALA_E_ARGUMENT, "a prompt that fills the context: %s", err.text);
+    CHECK(session_try(&t, &r, &err) < 0 && err.code == SALA_E_ARGUMENT,
+          "a prompt that fills the context: %s", err.text);
     r = request_of(tokens, 60, 8); // and a continued one, exactly full: 60 + 8, then 50 + 10
     r.keep = 1;
     int64_t kept = session_do(&t, &r)->sequence;
     r = request_of(tokens, 50, 11);
     r.sequence = kept;
-    CHECK(session_try(&t, &r, &err) < 0 && has(&err, "118") && has(&err, "11"), "too long with what is there: %s", err.text);
+    CHECK(session_try(&t, &r, &err) < 0 && has(&err, "118") && has(&err, "11"),
+          "too long with what is there: %s", err.text);
     r.max_tokens = 10;
     CHECK(session_do(&t, &r)->count == 10, "the sequence can fill the context");
     session_close(&t);
@@ -281,8 +293,9 @@ static void test_waiting_for_memory(void) {
     session_ask(&t, &small);
     session_step(&t);
     sala_get_info(t.engine, &info);
-    CHECK(info.requests_active == 1 && info.requests_waiting == 3 && info.kv_tokens_reserved == 112, "%d active, %d wait, %lld reserved",
-          info.requests_active, info.requests_waiting, (long long)info.kv_tokens_reserved);
+    CHECK(info.requests_active == 1 && info.requests_waiting == 3 && info.kv_tokens_reserved == 112,
+          "%d active, %d wait, %lld reserved", info.requests_active, info.requests_waiting,
+          (long long)info.kv_tokens_reserved);
     session_run(&t);
     for (int i = 1; i < 3; i++) CHECK(same_choices(&t.out[i], &t.out[0]), "request %d differs", i);
     CHECK(t.out[3].count == 3, "the last one: %lld tokens", (long long)t.out[3].count);
@@ -304,11 +317,13 @@ static void test_kept_sequences_hold_all(void) {
         int64_t kept = session_do(&t, &r)->sequence;
         r = request_of(tokens, 60, 5);
         outcome *x = session_do(&t, &r);
-        CHECK(x->reason == SALA_FINISH_MEMORY && x->count == 0 && x->sequence == 0, "slots %d: reason %d", slots, x->reason);
+        CHECK(x->reason == SALA_FINISH_MEMORY && x->count == 0 && x->sequence == 0,
+              "slots %d: reason %d", slots, x->reason);
         r = request_of(tokens + 9, 10, 5); // the kept one itself may go on
         r.sequence = kept;
         x = session_do(&t, &r);
-        CHECK(x->reason == SALA_FINISH_LENGTH && x->count == 5, "slots %d: reason %d", slots, x->reason);
+        CHECK(x->reason == SALA_FINISH_LENGTH && x->count == 5, "slots %d: reason %d", slots,
+              x->reason);
         r = request_of(tokens, 60, 5); // it was not kept again
         CHECK(session_do(&t, &r)->count == 5, "slots %d: the memory did not come back", slots);
         session_close(&t);
@@ -361,20 +376,32 @@ static void test_dense_len(void) {
         request_force(&r, tokens + 200, 61);
         r.want_rows = SALA_ROWS_ALL;
         outcome *x = session_do(&t[i], &r);
-        int first = i == 0 ? 60 : i == 1 ? 0 : i == 2 ? 261 : 100; // tokens that must exist for sparse attention
-        CHECK(t[i].info.dense_len == (i == 1 ? 0 : first == 261 ? 1 << 30 : first), "info says %d", t[i].info.dense_len);
+        int first = i == 0   ? 60
+                    : i == 1 ? 0
+                    : i == 2 ? 261
+                             : 100; // tokens that must exist for sparse attention
+        CHECK(t[i].info.dense_len == (i == 1         ? 0
+                                      : first == 261 ? 1 << 30
+                                                     : first),
+              "info says %d", t[i].info.dense_len);
         for (int p = 0; p < 260; p++)
-            CHECK((x->blocks[(size_t)p * t[i].blocks_row] == -2) == (p + 1 < first), "dense_len %d: position %d", dense_len[i], p);
+            CHECK((x->blocks[(size_t)p * t[i].blocks_row] == -2) == (p + 1 < first),
+                  "dense_len %d: position %d", dense_len[i], p);
     }
     // With 5 blocks of 16, the first 80 tokens are all selected: sparse and dense are the same bits there.
     size_t vocab = 97;
     for (int i = 0; i < 4; i++)
-        CHECK(memcmp(t[i].out[0].logits, t[2].out[0].logits, 80 * vocab * 4) == 0, "dense_len %d differs below 80", dense_len[i]);
-    CHECK(memcmp(t[1].out[0].logits + 80 * vocab, t[2].out[0].logits + 80 * vocab, vocab * 4) != 0 &&
-              memcmp(t[1].out[0].logits + 90 * vocab, t[2].out[0].logits + 90 * vocab, vocab * 4) != 0,
+        CHECK(memcmp(t[i].out[0].logits, t[2].out[0].logits, 80 * vocab * 4) == 0,
+              "dense_len %d differs below 80", dense_len[i]);
+    CHECK(memcmp(t[1].out[0].logits + 80 * vocab, t[2].out[0].logits + 80 * vocab, vocab * 4) !=
+                  0 &&
+              memcmp(t[1].out[0].logits + 90 * vocab, t[2].out[0].logits + 90 * vocab, vocab * 4) !=
+                  0,
           "selection has no effect");
-    CHECK(memcmp(t[3].out[0].logits, t[2].out[0].logits, 99 * vocab * 4) == 0, "dense_len 100 is not dense below 100");
-    CHECK(memcmp(t[0].out[0].logits, t[1].out[0].logits, 200 * vocab * 4) == 0, "dense below 60 is not the same as sparse");
+    CHECK(memcmp(t[3].out[0].logits, t[2].out[0].logits, 99 * vocab * 4) == 0,
+          "dense_len 100 is not dense below 100");
+    CHECK(memcmp(t[0].out[0].logits, t[1].out[0].logits, 200 * vocab * 4) == 0,
+          "dense below 60 is not the same as sparse");
     for (int i = 0; i < 4; i++) session_close(&t[i]);
 }
 
@@ -386,15 +413,19 @@ static session text_engine(void) {
 }
 
 static const char *const stop_texts[] = {
-    "Once upon a time there was a brave fox named Pip. Pip said: \"No, no, no!\" and ran to the old old oak.",
-    "caf\xC3\xA9, \xE2\x80\x9Cquotes\xE2\x80\x9D, \xF0\x9F\x99\x82\xF0\x9F\x9A\x80\xF0\x9F\x9A\x80 \xC3\xBC\xC3\xB1 "
-    "\xD0\x9F\xD1\x80\xD0\xB8\xD0\xB2\xD0\xB5\xD1\x82 \xE4\xBB\x8E\xE5\x89\x8D\xE6\x9C\x89\xE4\xB8\x80\xE4\xB8\xAA.\n\n\tEnd",
+    "Once upon a time there was a brave fox named Pip. Pip said: \"No, no, no!\" and ran to the "
+    "old old oak.",
+    "caf\xC3\xA9, \xE2\x80\x9Cquotes\xE2\x80\x9D, \xF0\x9F\x99\x82\xF0\x9F\x9A\x80\xF0\x9F\x9A\x80 "
+    "\xC3\xBC\xC3\xB1 "
+    "\xD0\x9F\xD1\x80\xD0\xB8\xD0\xB2\xD0\xB5\xD1\x82 "
+    "\xE4\xBB\x8E\xE5\x89\x8D\xE6\x9C\x89\xE4\xB8\x80\xE4\xB8\xAA.\n\n\tEnd",
     "aaaaaaaabaaaaaaab aaab ababababc abcabcabd  abc",
 };
 
 // Where a text that grows token by token ends, by the plainest rule: as soon as a stop string stands in it, at the
 // first place where one stands. Returns the number of tokens; *bytes is the length of what is shown.
-static int64_t stops_at(sala *s, const int32_t *tokens, int64_t count, const char *const *stop, int stops, char *text, size_t *bytes) {
+static int64_t stops_at(sala *s, const int32_t *tokens, int64_t count, const char *const *stop,
+                        int stops, char *text, size_t *bytes) {
     sala_text_stream *stream = sala_stream_open(s, 0, NULL);
     *bytes = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -416,7 +447,8 @@ static int64_t stops_at(sala *s, const int32_t *tokens, int64_t count, const cha
     return 0;
 }
 
-static void check_stops(session *t, const int32_t *tokens, int64_t count, const char *const *stop, int stops) {
+static void check_stops(session *t, const int32_t *tokens, int64_t count, const char *const *stop,
+                        int stops) {
     char text[512];
     size_t bytes;
     int64_t end = stops_at(t->engine, tokens, count, stop, stops, text, &bytes);
@@ -425,10 +457,13 @@ static void check_stops(session *t, const int32_t *tokens, int64_t count, const 
     r.stop = stop;
     r.stop_count = stops;
     outcome *o = session_do(t, &r);
-    CHECK(o->count == (end ? end : count) && o->reason == (end ? SALA_FINISH_STOP : SALA_FINISH_LENGTH) && o->bytes == bytes &&
+    CHECK(o->count == (end ? end : count) &&
+              o->reason == (end ? SALA_FINISH_STOP : SALA_FINISH_LENGTH) && o->bytes == bytes &&
               memcmp(o->text, text, bytes) == 0,
-          "stops \"%s\" \"%s\" \"%s\": %lld tokens, reason %d, \"%s\"; expected %lld tokens, \"%.*s\"", stop[0], stops > 1 ? stop[1] : "",
-          stops > 2 ? stop[2] : "", (long long)o->count, o->reason, o->text, (long long)end, (int)bytes, text);
+          "stops \"%s\" \"%s\" \"%s\": %lld tokens, reason %d, \"%s\"; expected %lld tokens, "
+          "\"%.*s\"",
+          stop[0], stops > 1 ? stop[1] : "", stops > 2 ? stop[2] : "", (long long)o->count,
+          o->reason, o->text, (long long)end, (int)bytes, text);
     session_forget(t);
 }
 
@@ -468,35 +503,40 @@ static void test_stop_strings(void) {
 // The awkward ones by hand.
 static void test_stop_strings_overlap(void) {
     static const char *const sets[][3] = {
-        {"O", NULL, NULL},                      // within the very first token
+        {"O", NULL, NULL}, // within the very first token
         {"Once upon a time there was a brave fox named Pip", NULL, NULL},
-        {"fox named Pip.x", "named", NULL},     // the inner one is complete while the outer may still come
+        {"fox named Pip.x", "named",
+         NULL}, // the inner one is complete while the outer may still come
         {"fox named Pip. Pip said", "named Pip. P", "brave fox named Pip. Pip said: \"Yes"},
-        {"oak.", "oak", NULL},                  // one is the beginning of the other
+        {"oak.", "oak", NULL}, // one is the beginning of the other
         {"oak", "oak.", NULL},
         {"the old old oak.", "old oak!", NULL}, // at the very end
-        {"oak.z", "k.", NULL},                  // complete in the last token, while a longer one could follow
+        {"oak.z", "k.", NULL}, // complete in the last token, while a longer one could follow
         {"never", "at", "all"},
     };
     session t = text_engine();
     int32_t *tokens;
     int64_t count = sala_tokenize(t.engine, stop_texts[0], strlen(stop_texts[0]), 0, &tokens, NULL);
-    for (int i = 0; i < (int)(sizeof sets / sizeof sets[0]); i++) check_stops(&t, tokens, count, sets[i], sets[i][2] ? 3 : sets[i][1] ? 2 : 1);
+    for (int i = 0; i < (int)(sizeof sets / sizeof sets[0]); i++)
+        check_stops(&t, tokens, count, sets[i], sets[i][2] ? 3 : sets[i][1] ? 2 : 1);
     sala_free(t.engine, tokens);
     session_close(&t);
 }
 
 static void test_end_tokens(void) {
-    static const char question[] = "<|im_start|>user\nWhat does the cow say?<|im_end|>\n<|im_start|>assistant\n";
+    static const char question[] =
+        "<|im_start|>user\nWhat does the cow say?<|im_end|>\n<|im_start|>assistant\n";
     session t = text_engine();
     sala_request r = request_of(NULL, 0, 20);
     r.text = question;
     outcome *all = session_do(&t, &r);
-    CHECK(all->count == 20 && all->reason == SALA_FINISH_LENGTH, "ignore_eos: %lld tokens", (long long)all->count);
+    CHECK(all->count == 20 && all->reason == SALA_FINISH_LENGTH, "ignore_eos: %lld tokens",
+          (long long)all->count);
     r.ignore_eos = 0;
     outcome *o = session_do(&t, &r);
     all = &t.out[0];
-    CHECK(o->reason == SALA_FINISH_STOP && o->count == 6 && o->tokens[5] == 2046, "eos: %lld tokens, reason %d", (long long)o->count, o->reason);
+    CHECK(o->reason == SALA_FINISH_STOP && o->count == 6 && o->tokens[5] == 2046,
+          "eos: %lld tokens, reason %d", (long long)o->count, o->reason);
     CHECK(strcmp(o->text, "It says moo.") == 0, "the text is \"%s\"", o->text);
     r.special_text = 1;
     o = session_do(&t, &r);
@@ -507,14 +547,17 @@ static void test_end_tokens(void) {
     r.stop_token_count = 1;
     o = session_do(&t, &r);
     all = &t.out[0];
-    CHECK(o->reason == SALA_FINISH_STOP && o->count <= 4 && o->tokens[o->count - 1] == all->tokens[3], "stop token: %lld tokens",
-          (long long)o->count);
+    CHECK(o->reason == SALA_FINISH_STOP && o->count <= 4 &&
+              o->tokens[o->count - 1] == all->tokens[3],
+          "stop token: %lld tokens", (long long)o->count);
     r.stop_token_count = 0;
-    r.force = all->tokens; // an end token among forced tokens does not end it; the next free one does
+    r.force =
+        all->tokens; // an end token among forced tokens does not end it; the next free one does
     r.force_count = 8;
     o = session_do(&t, &r);
     all = &t.out[0];
-    CHECK(o->count > 8 && memcmp(o->tokens, all->tokens, (size_t)o->count * 4) == 0, "forced: %lld tokens", (long long)o->count);
+    CHECK(o->count > 8 && memcmp(o->tokens, all->tokens, (size_t)o->count * 4) == 0,
+          "forced: %lld tokens", (long long)o->count);
     session_close(&t);
 }
 
@@ -523,7 +566,8 @@ static void test_text_prompt(void) {
     static const char prompt[] = "\xE4\xBB\x8E\xE5\x89\x8D\xE6\x9C\x89\xE4\xB8\x80\xE4\xB8\xAA";
     int32_t *tokens;
     session t = text_engine();
-    int64_t count = sala_tokenize(t.engine, prompt, strlen(prompt), SALA_ADD_BOS | SALA_PARSE_SPECIAL, &tokens, NULL);
+    int64_t count = sala_tokenize(t.engine, prompt, strlen(prompt),
+                                  SALA_ADD_BOS | SALA_PARSE_SPECIAL, &tokens, NULL);
     CHECK(count > 2 && tokens[0] == 1, "%lld tokens", (long long)count);
     sala_request r = request_of(tokens, count, 12);
     session_do(&t, &r);
@@ -533,7 +577,8 @@ static void test_text_prompt(void) {
     r.text_bytes = strlen(prompt);
     session_do(&t, &r);
     CHECK(same_choices(&t.out[0], &t.out[1]) && same_choices(&t.out[0], &t.out[2]), "not the same");
-    CHECK(t.out[1].timings.prompt_tokens == count, "%lld tokens in the prompt", (long long)t.out[1].timings.prompt_tokens);
+    CHECK(t.out[1].timings.prompt_tokens == count, "%lld tokens in the prompt",
+          (long long)t.out[1].timings.prompt_tokens);
     sala_free(t.engine, tokens);
     session_close(&t);
 }
@@ -572,16 +617,23 @@ static void test_logprobs(void) {
             if (ev.type != SALA_EVENT_TOKEN) continue;
             double sum = 0;
             CHECK(have && ev.top_count == 20, "%d best", ev.top_count);
-            CHECK(fabs((double)ev.logprob - log_softmax(row, 97, ev.token)) < 1e-5, "token %d (%s): %g, not %g", chosen,
-                  chosen < 20 ? "forced" : "free", (double)ev.logprob, log_softmax(row, 97, ev.token));
+            CHECK(fabs((double)ev.logprob - log_softmax(row, 97, ev.token)) < 1e-5,
+                  "token %d (%s): %g, not %g", chosen, chosen < 20 ? "forced" : "free",
+                  (double)ev.logprob, log_softmax(row, 97, ev.token));
             for (int i = 0; i < ev.top_count; i++) {
-                CHECK(fabs((double)ev.top[i].logprob - log_softmax(row, 97, ev.top[i].token)) < 1e-5, "best %d", i);
-                CHECK(i == 0 || ev.top[i].logprob <= ev.top[i - 1].logprob, "best %d is out of order", i);
+                CHECK(fabs((double)ev.top[i].logprob - log_softmax(row, 97, ev.top[i].token)) <
+                          1e-5,
+                      "best %d", i);
+                CHECK(i == 0 || ev.top[i].logprob <= ev.top[i - 1].logprob,
+                      "best %d is out of order", i);
                 sum += exp((double)ev.top[i].logprob);
             }
-            for (int k = 0; k < 97; k++) CHECK(log_softmax(row, 97, k) <= (double)ev.top[0].logprob + 1e-5, "%d is better", k);
+            for (int k = 0; k < 97; k++)
+                CHECK(log_softmax(row, 97, k) <= (double)ev.top[0].logprob + 1e-5, "%d is better",
+                      k);
             CHECK(sum <= 1 + 1e-5, "the probabilities are %g together", sum);
-            if (chosen < 20) CHECK(ev.token == tokens[50 + chosen], "token %d is not the forced one", chosen);
+            if (chosen < 20)
+                CHECK(ev.token == tokens[50 + chosen], "token %d is not the forced one", chosen);
             chosen++;
             have = 0;
         }
@@ -618,7 +670,9 @@ static void test_rows_need_room(void) {
     for (int want = 1; want <= 3; want++) {
         sala_request r = request_of(tokens, 20, 2);
         r.want_rows = want;
-        CHECK(session_try(&t, &r, &err) < 0 && err.code == SALA_E_ARGUMENT && has(&err, "logits-rows"), "want_rows %d was not refused", want);
+        CHECK(session_try(&t, &r, &err) < 0 && err.code == SALA_E_ARGUMENT &&
+                  has(&err, "logits-rows"),
+              "want_rows %d was not refused", want);
     }
     session_run(&t);
     session_close(&t);
@@ -643,7 +697,9 @@ static void test_events_wait(void) {
         for (;;) {
             int code = sala_step(t.engine, &err);
             if (!sala_next_event(t.engine, &ev)) {
-                if (code >= 0) die("a step with events waiting", "was taken"); // none waited: this one was a real step
+                if (code >= 0)
+                    die("a step with events waiting",
+                        "was taken"); // none waited: this one was a real step
                 break;
             }
             CHECK(code == SALA_E_STATE && err.code == SALA_E_STATE && err.text[0], "code %d", code);
@@ -657,14 +713,17 @@ static void test_events_wait(void) {
     CHECK(refused > 50, "%d refusals", refused);
     for (int i = 0; i < 3; i++) {
         CHECK(same_choices(&t.out[i], &plain.out[i]), "request %d: tokens differ", i);
-        CHECK(first_difference(&t, &t.out[i], &plain.out[i], 0, 20 + 90 * i + 14) < 0, "request %d: rows differ", i);
+        CHECK(first_difference(&t, &t.out[i], &plain.out[i], 0, 20 + 90 * i + 14) < 0,
+              "request %d: rows differ", i);
     }
     session_close(&t);
     session_close(&plain);
 }
 
-TEST_MAIN(TEST(test_chat_replay), TEST(test_chat_is_its_history), TEST(test_cancel_in_prefill), TEST(test_cancel_in_decode),
-          TEST(test_cancel_before_prefill), TEST(test_prompt_lengths), TEST(test_full_context), TEST(test_waiting_for_memory),
-          TEST(test_kept_sequences_hold_all), TEST(test_not_a_number), TEST(test_dense_len), TEST(test_stop_strings),
-          TEST(test_stop_strings_overlap), TEST(test_end_tokens), TEST(test_text_prompt), TEST(test_logprobs), TEST(test_force),
-          TEST(test_rows_need_room), TEST(test_events_wait))
+TEST_MAIN(TEST(test_chat_replay), TEST(test_chat_is_its_history), TEST(test_cancel_in_prefill),
+          TEST(test_cancel_in_decode), TEST(test_cancel_before_prefill), TEST(test_prompt_lengths),
+          TEST(test_full_context), TEST(test_waiting_for_memory),
+          TEST(test_kept_sequences_hold_all), TEST(test_not_a_number), TEST(test_dense_len),
+          TEST(test_stop_strings), TEST(test_stop_strings_overlap), TEST(test_end_tokens),
+          TEST(test_text_prompt), TEST(test_logprobs), TEST(test_force), TEST(test_rows_need_room),
+          TEST(test_events_wait))

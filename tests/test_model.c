@@ -49,7 +49,8 @@ typedef struct judge { // one case, read
     char folder[128];
     int32_t *tokens; // [count]
     int64_t count;
-    float *logits, *hidden; // [every logits_step-th, vocab], [layers + 2, every hidden_step-th, hidden]
+    float *logits,
+        *hidden; // [every logits_step-th, vocab], [layers + 2, every hidden_step-th, hidden]
     sala__json blocks;
 } judge;
 
@@ -119,23 +120,28 @@ static void compare_logits(const judge *j, const session *t, const outcome *o, c
     }
     double all = relative(got, j->logits, rows * vocab);
     CHECK(all <= limit_all(j->v), "%s %s: logits differ by %.3g", j->v->name, what, all);
-    CHECK(!FP32 || worst <= 1e-5, "%s %s: a row of logits differs by %.3g", j->v->name, what, worst);
+    CHECK(!FP32 || worst <= 1e-5, "%s %s: a row of logits differs by %.3g", j->v->name, what,
+          worst);
     free(got);
 }
 
 static void compare_hidden(const judge *j, const session *t, const outcome *o, const char *what) {
-    size_t width = (size_t)t->info.hidden, rows = ((size_t)j->count - 1) / (size_t)j->v->hidden_step + 1;
+    size_t width = (size_t)t->info.hidden,
+           rows = ((size_t)j->count - 1) / (size_t)j->v->hidden_step + 1;
     for (size_t l = 0; l < (size_t)t->info.layers + 2; l++) {
         double sum = 0, worst = 0;
         for (size_t i = 0; i < rows; i++) {
             size_t p = i * (size_t)j->v->hidden_step;
-            double e = relative(o->hidden + p * t->hidden_row + l * width, j->hidden + (l * rows + i) * width, width);
+            double e = relative(o->hidden + p * t->hidden_row + l * width,
+                                j->hidden + (l * rows + i) * width, width);
             if (!(e <= worst)) worst = e;
             sum += e;
         }
         double limit = l == 0 ? (FP32 ? 1e-7 : 3e-3) : limit_all(j->v) + (FP32 ? 0 : 5e-3);
-        CHECK(sum / (double)rows <= limit, "%s %s: hidden state %zu differs by %.3g", j->v->name, what, l, sum / (double)rows);
-        CHECK(!FP32 || worst <= 1e-5, "%s %s: a row of hidden state %zu differs by %.3g", j->v->name, what, l, worst);
+        CHECK(sum / (double)rows <= limit, "%s %s: hidden state %zu differs by %.3g", j->v->name,
+              what, l, sum / (double)rows);
+        CHECK(!FP32 || worst <= 1e-5, "%s %s: a row of hidden state %zu differs by %.3g",
+              j->v->name, what, l, worst);
     }
 }
 
@@ -169,7 +175,8 @@ static int same_blocks(const sala__json *file, int node, const int32_t *got, int
 
 static void compare_blocks(const judge *j, const session *t, const outcome *o, const char *what) {
     const sala__json *file = &j->blocks;
-    int picks = sala__json_get(file, 0, "blocks"), gaps = sala__json_get(file, 0, "gaps"), sparse = 0, dense = 0, exact = 0, clear = 0;
+    int picks = sala__json_get(file, 0, "blocks"), gaps = sala__json_get(file, 0, "gaps"),
+        sparse = 0, dense = 0, exact = 0, clear = 0;
     int wrong = 0;
     for (int l = 0; l < t->info.layers; l++) {
         char key[16];
@@ -178,30 +185,36 @@ static void compare_blocks(const judge *j, const session *t, const outcome *o, c
         if (rows < 0) continue;
         rows = file->nodes[rows].child;
         gap_rows = file->nodes[gap_rows].child;
-        for (int64_t p = 0; p < j->count; p++, rows = file->nodes[rows].next, gap_rows = file->nodes[gap_rows].next) {
+        for (int64_t p = 0; p < j->count;
+             p++, rows = file->nodes[rows].next, gap_rows = file->nodes[gap_rows].next) {
             int list = file->nodes[rows].child, gap = file->nodes[gap_rows].child;
-            for (int g = 0; g < t->info.kv_heads; g++, list = file->nodes[list].next, gap = file->nodes[gap].next) {
+            for (int g = 0; g < t->info.kv_heads;
+                 g++, list = file->nodes[list].next, gap = file->nodes[gap].next) {
                 const sala__json_node *n = &file->nodes[gap];
-                const int32_t *got = o->blocks + (size_t)p * t->blocks_row + (size_t)((sparse * t->info.kv_heads + g) * t->info.top_k);
+                const int32_t *got = o->blocks + (size_t)p * t->blocks_row +
+                                     (size_t)((sparse * t->info.kv_heads + g) * t->info.top_k);
                 int dropped = n->type == SALA__NUMBER;
-                if (dropped && n->number != 0 && n->number <= 1e-4) continue; // two different rows nearly equal
+                if (dropped && n->number != 0 && n->number <= 1e-4)
+                    continue; // two different rows nearly equal
                 dense += file->nodes[list].type == SALA__NULL;
                 exact += dropped && n->number == 0;
                 clear += dropped && n->number != 0;
                 if (same_blocks(file, list, got, t->info.top_k)) continue;
                 wrong++;
-                CHECK(wrong > 3, "%s %s: layer %d, position %lld, K/V head %d: other blocks", j->v->name, what, l, (long long)p, g);
+                CHECK(wrong > 3, "%s %s: layer %d, position %lld, K/V head %d: other blocks",
+                      j->v->name, what, l, (long long)p, g);
             }
         }
         sparse++;
     }
     CHECK(wrong == 0, "%s %s: %d selections differ", j->v->name, what, wrong);
-    CHECK(sparse == t->info.sparse_layers && clear > 50 && exact > 20, "%s: only %d clear selections and %d ties", j->v->name,
-          clear, exact);
+    CHECK(sparse == t->info.sparse_layers && clear > 50 && exact > 20,
+          "%s: only %d clear selections and %d ties", j->v->name, clear, exact);
     CHECK((dense > 0) == (t->info.dense_len > 1), "%s: %d rows are dense", j->v->name, dense);
 }
 
-static void test_selections(void) { // BF16 moves the scores of the layers after the first: FP32 only
+static void
+test_selections(void) { // BF16 moves the scores of the layers after the first: FP32 only
     for (int c = 0; FP32 && c < VECTORS; c++) {
         judge j = judge_open(&vector_cases[c]);
         session t = judge_engine(&j, 128);
@@ -223,10 +236,12 @@ static void test_rows_are_only_shown(void) {
     r.want_rows = SALA_ROWS_ALL;
     session_do(&t, &r);
     session_do(&plain, &r);
-    CHECK(same_choices(&t.out[0], &t.out[1]) && same_choices(&t.out[0], &plain.out[0]), "tokens differ");
+    CHECK(same_choices(&t.out[0], &t.out[1]) && same_choices(&t.out[0], &plain.out[0]),
+          "tokens differ");
     none = &plain.out[0];
     for (size_t p = 0; p < 239; p++)
-        CHECK(none->seen[p] && memcmp(none->logits + p * 97, t.out[1].logits + p * 97, 97 * 4) == 0, "logits of %zu differ", p);
+        CHECK(none->seen[p] && memcmp(none->logits + p * 97, t.out[1].logits + p * 97, 97 * 4) == 0,
+              "logits of %zu differ", p);
     session_close(&plain);
     session_close(&t);
     judge_close(&j);
@@ -239,7 +254,8 @@ typedef struct golden {
     int prompts; // first node of the list
 } golden;
 
-static int json_list(const sala__json *j, int object, const char *key, int32_t *ids, double *numbers, int capacity) {
+static int json_list(const sala__json *j, int object, const char *key, int32_t *ids,
+                     double *numbers, int capacity) {
     int node = sala__json_get(j, object, key), count = 0;
     if (sala__json_at(j, node)->type != SALA__ARRAY) die("golden.json lacks", key);
     for (int n = j->nodes[node].child; n >= 0 && count < capacity; n = j->nodes[n].next, count++) {
@@ -253,7 +269,8 @@ static golden golden_open(void) {
     golden g;
     sala_error err;
     static const sala__env none = {NULL, NULL, NULL, NULL};
-    if (sala__json_file(&none, SALA_TINY "/golden.json", 1 << 24, &g.json, &err) < 0) die("golden", err.text);
+    if (sala__json_file(&none, SALA_TINY "/golden.json", 1 << 24, &g.json, &err) < 0)
+        die("golden", err.text);
     g.prompts = g.json.nodes[sala__json_get(&g.json, 0, "prompts")].child;
     return g;
 }
@@ -273,10 +290,13 @@ static void test_golden_tokenizer(void) {
     for (int node = g.prompts; node >= 0; node = g.json.nodes[node].next) {
         int32_t want[GOLDEN_PROMPT], *got;
         sala_error err;
-        int text = sala__json_get(&g.json, node, "prompt"), count = json_list(&g.json, node, "prompt_ids", want, NULL, GOLDEN_PROMPT);
-        int64_t n = sala_tokenize(t.engine, sala__json_text(&g.json, text), g.json.nodes[text].text_size,
-                                  SALA_ADD_BOS | SALA_PARSE_SPECIAL, &got, &err);
-        CHECK(n == count && memcmp(got, want, (size_t)count * 4) == 0, "a prompt of %d tokens became %lld others", count, (long long)n);
+        int text = sala__json_get(&g.json, node, "prompt"),
+            count = json_list(&g.json, node, "prompt_ids", want, NULL, GOLDEN_PROMPT);
+        int64_t n =
+            sala_tokenize(t.engine, sala__json_text(&g.json, text), g.json.nodes[text].text_size,
+                          SALA_ADD_BOS | SALA_PARSE_SPECIAL, &got, &err);
+        CHECK(n == count && memcmp(got, want, (size_t)count * 4) == 0,
+              "a prompt of %d tokens became %lld others", count, (long long)n);
         sala_free(t.engine, got);
     }
     session_close(&t);
@@ -299,10 +319,13 @@ static void test_golden_tokens(void) {
         CHECK(tokens == GOLDEN_TOKENS, "%d tokens in the file", tokens);
         if (FP32) {
             outcome *o = session_do(&t, &r);
-            CHECK(o->count == tokens && memcmp(o->tokens, want, sizeof want) == 0, "prompt %d: greedy tokens differ", prompts);
+            CHECK(o->count == tokens && memcmp(o->tokens, want, sizeof want) == 0,
+                  "prompt %d: greedy tokens differ", prompts);
             int text = sala__json_get(&g.json, node, "continuation_text");
-            CHECK(o->bytes == g.json.nodes[text].text_size && memcmp(o->text, sala__json_text(&g.json, text), o->bytes) == 0,
-                  "prompt %d: the text is\n%s\nnot\n%s", prompts, o->text, sala__json_text(&g.json, text));
+            CHECK(o->bytes == g.json.nodes[text].text_size &&
+                      memcmp(o->text, sala__json_text(&g.json, text), o->bytes) == 0,
+                  "prompt %d: the text is\n%s\nnot\n%s", prompts, o->text,
+                  sala__json_text(&g.json, text));
         }
         request_force(&r, want, tokens);
         r.want_rows = SALA_ROWS_GENERATED;
@@ -314,7 +337,8 @@ static void test_golden_tokens(void) {
                 if (x[k] > x[best]) best = k;
             if (margin[i] <= (FP32 ? 1e-3 : 0.3)) continue;
             judged++;
-            CHECK(best == want[i], "prompt %d, token %d: %d instead of %d, margin %g", prompts, i, best, want[i], margin[i]);
+            CHECK(best == want[i], "prompt %d, token %d: %d instead of %d, margin %g", prompts, i,
+                  best, want[i], margin[i]);
         }
     }
     CHECK(prompts == 6 && judged > 200, "%d prompts, %d clear tokens", prompts, judged);
@@ -336,8 +360,10 @@ static void test_golden_logits(void) { // the five best after the prompt
         r.want_rows = SALA_ROWS_PROMPT;
         const float *x = session_do(&t, &r)->logits + (size_t)(count - 1) * 2048;
         for (int i = 0; i < 5; i++) {
-            double d = fabs((double)x[ids[i]] - logits[i]), limit = FP32 ? 1e-3 : 0.05 * fabs(logits[0]);
-            CHECK(d <= limit, "prompt of %d: logit %d is %g, not %g", count, ids[i], (double)x[ids[i]], logits[i]);
+            double d = fabs((double)x[ids[i]] - logits[i]),
+                   limit = FP32 ? 1e-3 : 0.05 * fabs(logits[0]);
+            CHECK(d <= limit, "prompt of %d: logit %d is %g, not %g", count, ids[i],
+                  (double)x[ids[i]], logits[i]);
         }
         session_forget(&t);
     }
@@ -364,11 +390,13 @@ static sala_request crowd_member(int i, const int32_t *tokens) {
     static const int lengths[] = {1, 63, 64, 200, 700, LONG - 100};
     sala_request r = request_of(tokens + 7 * i, lengths[i], 24);
     if (i % 2) request_sampled(&r, 1000 + (uint64_t)i);
-    r.want_rows = i == 4 ? SALA_ROWS_GENERATED : SALA_ROWS_ALL; // with rows of the prompt, prefill goes alone
+    r.want_rows =
+        i == 4 ? SALA_ROWS_GENERATED : SALA_ROWS_ALL; // with rows of the prompt, prefill goes alone
     return r;
 }
 
-static void company(session *t, const int32_t *tokens, int more) { // random requests beside the one in question
+static void company(session *t, const int32_t *tokens,
+                    int more) { // random requests beside the one in question
     sala_info info;
     sala_get_info(t->engine, &info);
     for (; more > 0 && info.requests_waiting + more < 6; more--) {
@@ -401,10 +429,11 @@ static void test_batch_invariance(void) {
                 session_step(&t);
             }
             int64_t n = r.token_count, from = r.want_rows & SALA_ROWS_PROMPT ? 0 : n;
-            CHECK(same_choices(&t.out[at], &alone.out[i]), "round %d, request %d: other tokens", round, i);
+            CHECK(same_choices(&t.out[at], &alone.out[i]), "round %d, request %d: other tokens",
+                  round, i);
             int64_t d = first_difference(&t, &t.out[at], &alone.out[i], from, n + 23);
-            CHECK(d < 0, "round %d (%d threads, %d sequences), request %d: position %lld differs", round, threads[round],
-                  sequences[round], i, (long long)d);
+            CHECK(d < 0, "round %d (%d threads, %d sequences), request %d: position %lld differs",
+                  round, threads[round], sequences[round], i, (long long)d);
         }
         session_run(&t);
         session_close(&t);
@@ -416,7 +445,8 @@ static void test_batch_invariance(void) {
 
 // Prompts of all these lengths with every chunk size: the same rows, the same memory afterwards; and a prompt's
 // rows do not depend on what follows.
-static void chunk_invariance(const char *path, const int *lengths, int count, int32_t vocab, int hidden) {
+static void chunk_invariance(const char *path, const int *lengths, int count, int32_t vocab,
+                             int hidden) {
     static const int chunks[] = {64, 128, 192, 512, 2048};
     int32_t tokens[LONG];
     memory want[32];
@@ -441,16 +471,22 @@ static void chunk_invariance(const char *path, const int *lengths, int count, in
             if (c == 0) {
                 want[i] = m;
                 int64_t d = i ? first_difference(&t, got, &t.out[i - 1], 0, lengths[i - 1]) : -1;
-                CHECK(d < 0, "length %d: position %lld differs from that of a shorter prompt", lengths[i], (long long)d);
+                CHECK(d < 0, "length %d: position %lld differs from that of a shorter prompt",
+                      lengths[i], (long long)d);
                 continue;
             }
             int64_t d = first_difference(&t, got, &first.out[i], 0, lengths[i] + 2);
-            CHECK(d < 0, "length %d: with chunks of %d position %lld differs", lengths[i], chunks[c], (long long)d);
-            CHECK(memory_same(&m, &want[i]), "length %d: with chunks of %d the cache or the states differ", lengths[i], chunks[c]);
+            CHECK(d < 0, "length %d: with chunks of %d position %lld differs", lengths[i],
+                  chunks[c], (long long)d);
+            CHECK(memory_same(&m, &want[i]),
+                  "length %d: with chunks of %d the cache or the states differ", lengths[i],
+                  chunks[c]);
             free(m.data);
         }
-        if (c == 0) first = t;
-        else session_close(&t);
+        if (c == 0)
+            first = t;
+        else
+            session_close(&t);
     }
     session_close(&first);
     for (int i = 0; i < count; i++) free(want[i].data);
@@ -464,10 +500,60 @@ static void test_chunk_invariance(void) {
     chunk_invariance(TINY, lengths, (int)(sizeof lengths / sizeof lengths[0]), 97, 1);
 }
 
-static void test_chunk_invariance_sala_tiny(void) { // the released block geometry; it drops blocks from 768 on
+static void
+test_chunk_invariance_sala_tiny(void) { // the released block geometry; it drops blocks from 768 on
     static const int lengths[] = {511, 1090};
     check_seed = 103;
     chunk_invariance(SALA_TINY, lengths, 2, 2046, 0);
+}
+
+// ---- compressed rows ----
+
+// Every row of both tiers is the mean of its window, summed in order of position: exactly, after prefill in
+// uneven chunks and decoding.
+static void test_tier_rows(void) {
+    static const char *const paths[] = {TINY_CONFIG, "tests/data/vectors/plain/config.json"};
+    int32_t tokens[300];
+    check_seed = 106;
+    random_tokens(tokens, 300, 97);
+    for (int c = 0; c < 2; c++) {
+        sala_options o = small_options(64, 0);
+        o.synthetic = 1;
+        session t = session_open(paths[c], &o);
+        const sala_dims *d = &t.engine->config.dims;
+        sala_request r = request_of(tokens, 150, 1);
+        request_force(&r, tokens + 150, 150);
+        r.keep = 1;
+        int64_t id = session_do(&t, &r)->sequence;
+        sala__sequence *q = sequence_of(&t, id);
+        sala_seq seq = {0, 0, 0, q->stored, 0, 0, q->pages};
+        CHECK(q->stored == 299, "%d tokens are stored", q->stored);
+        for (int l = 0; l < t.engine->sparse_layers; l++)
+            for (int g = 0; g < d->kv_heads; g++)
+                for (int tier = 1; tier <= 2; tier++) {
+                    sala_pages *pages = &t.engine->pages[l];
+                    int kernel = d->kernel * (tier == 1 ? 1 : 4),
+                        stride = d->stride * (tier == 1 ? 1 : 4);
+                    int rows = (q->stored - kernel) / stride + 1;
+                    CHECK(rows == sala_tier_rows(d, tier, q->stored) && rows > 5, "%d rows", rows);
+                    for (int j = 0; j < rows; j++) {
+                        const sala_act *row = sala__tier_slot(
+                            d, &seq, tier == 1 ? pages->tier1 : pages->tier2, tier, g, j);
+                        for (int x = 0; x < d->head_dim; x++) {
+                            float sum = 0;
+                            for (int u = stride * j; u < stride * j + kernel; u++)
+                                sum += sala_load(
+                                    sala__kv_at(d, NULL, &seq, pages->k, NULL, 0, g, u)[x]);
+                            sala_act want = sala_store(sum / (float)kernel);
+                            CHECK(memcmp(&want, &row[x], sizeof want) == 0,
+                                  "layer %d, head %d, tier %d, row %d, element %d", l, g, tier, j,
+                                  x);
+                        }
+                    }
+                }
+        session_give_up(&t, id);
+        session_close(&t);
+    }
 }
 
 // ---- promise 4: determinism ----
@@ -511,9 +597,11 @@ static void test_determinism(void) {
     r.want_rows = SALA_ROWS_ALL;
     outcome *again = session_do(&fresh, &r);
     CHECK(same_choices(again, &t.out[first]), "a fresh engine chooses other tokens");
-    CHECK(first_difference(&t, again, &t.out[first], 0, 777 + 39) < 0, "a fresh engine has other logits");
+    CHECK(first_difference(&t, again, &t.out[first], 0, 777 + 39) < 0,
+          "a fresh engine has other logits");
     r.seed++;
-    CHECK(!same_choices(session_do(&fresh, &r), &t.out[first]), "another seed gives the same tokens");
+    CHECK(!same_choices(session_do(&fresh, &r), &t.out[first]),
+          "another seed gives the same tokens");
     session_close(&fresh);
     session_close(&t);
 }
@@ -524,7 +612,8 @@ static void poison_fill(void *p, size_t bytes) { // all ones: NaN in FP32 and BF
     memset(p, 0xFF, bytes);
 }
 
-static void poison_page_tail(sala *s, const sala__sequence *q) { // what lies behind the last stored token
+static void poison_page_tail(sala *s,
+                             const sala__sequence *q) { // what lies behind the last stored token
     const sala_dims *d = &s->config.dims;
     sala_seq seq = {0, 0, 0, q->stored, 0, 0, q->pages};
     size_t vector = (size_t)d->head_dim * sizeof(sala_act);
@@ -533,12 +622,20 @@ static void poison_page_tail(sala *s, const sala__sequence *q) { // what lies be
         for (int g = 0; g < d->kv_heads; g++) {
             seq.stored = end;
             for (int u = q->stored; u < end; u++) {
-                poison_fill((void *)(uintptr_t)sala__kv_at(d, NULL, &seq, s->pages[l].k, NULL, 0, g, u), vector);
-                poison_fill((void *)(uintptr_t)sala__kv_at(d, NULL, &seq, s->pages[l].v, NULL, 0, g, u), vector);
+                poison_fill(
+                    (void *)(uintptr_t)sala__kv_at(d, NULL, &seq, s->pages[l].k, NULL, 0, g, u),
+                    vector);
+                poison_fill(
+                    (void *)(uintptr_t)sala__kv_at(d, NULL, &seq, s->pages[l].v, NULL, 0, g, u),
+                    vector);
             }
             for (int tier = 1; tier <= 2; tier++)
-                for (int j = sala_tier_rows(d, tier, q->stored); j < sala_tier_rows(d, tier, end); j++)
-                    poison_fill(sala__tier_slot(d, &seq, tier == 1 ? s->pages[l].tier1 : s->pages[l].tier2, tier, g, j), vector);
+                for (int j = sala_tier_rows(d, tier, q->stored); j < sala_tier_rows(d, tier, end);
+                     j++)
+                    poison_fill(sala__tier_slot(d, &seq,
+                                                tier == 1 ? s->pages[l].tier1 : s->pages[l].tier2,
+                                                tier, g, j),
+                                vector);
         }
 }
 
@@ -556,13 +653,16 @@ static void poison_pages(sala *s) { // all that are free
 
 static void poison_slot(sala *s, int slot) {
     const sala__sequence *q = &s->sequences[slot];
-    size_t act = sizeof(sala_act), vector = (size_t)s->config.dims.lin_kv_heads * (size_t)s->config.dims.lin_dim;
+    size_t act = sizeof(sala_act),
+           vector = (size_t)s->config.dims.lin_kv_heads * (size_t)s->config.dims.lin_dim;
     size_t pending = q->id ? (size_t)q->pending : 0;
     for (int l = 0; l < s->lightning_layers; l++) {
         size_t place = (size_t)l * (size_t)s->plan.slots + (size_t)slot;
         if (!q->id) poison_fill(s->states + place * s->plan.state, s->plan.state * 4);
-        poison_fill(s->pending_k + place * s->plan.pending + pending * vector, (s->plan.pending - pending * vector) * act);
-        poison_fill(s->pending_v + place * s->plan.pending + pending * vector, (s->plan.pending - pending * vector) * act);
+        poison_fill(s->pending_k + place * s->plan.pending + pending * vector,
+                    (s->plan.pending - pending * vector) * act);
+        poison_fill(s->pending_v + place * s->plan.pending + pending * vector,
+                    (s->plan.pending - pending * vector) * act);
     }
     if (q->id) poison_page_tail(s, q);
 }
@@ -573,12 +673,15 @@ static void poison(sala *s) {
     int n = sala__buffers(s, b);
     for (int i = 0; i < n; i++) {
         void *p = *b[i].pointer;
-        int lasting = p == (void *)s->slopes || p == (void *)s->free_pages || p == (void *)s->states ||
-                      p == (void *)s->pending_k || p == (void *)s->pending_v || p == (void *)s->sequences;
+        int lasting = p == (void *)s->slopes || p == (void *)s->free_pages ||
+                      p == (void *)s->states || p == (void *)s->pending_k ||
+                      p == (void *)s->pending_v || p == (void *)s->sequences;
         if (p && !lasting) poison_fill(p, b[i].count * b[i].size);
     }
-    size_t node = (size_t)s->plan.node_rows * (size_t)s->config.dims.kv_heads * (size_t)s->config.dims.head_dim;
-    for (int l = 0; l < s->sparse_layers; l++) poison_fill(s->nodes[l].k, 4 * node * sizeof(sala_act));
+    size_t node = (size_t)s->plan.node_rows * (size_t)s->config.dims.kv_heads *
+                  (size_t)s->config.dims.head_dim;
+    for (int l = 0; l < s->sparse_layers; l++)
+        poison_fill(s->nodes[l].k, 4 * node * sizeof(sala_act));
     poison_fill(s->cpu.scratch, s->cpu.scratch_stride * (size_t)s->cpu.threads);
     poison_pages(s);
     for (int i = 0; i < s->plan.slots; i++) poison_slot(s, i);
@@ -604,13 +707,16 @@ static void test_poison(void) {
         sala_request r = crowd_member(i, tokens);
         int64_t n = r.token_count, from = r.want_rows & SALA_ROWS_PROMPT ? 0 : n;
         CHECK(same_choices(&t.out[i], &clean.out[i]), "request %d: other tokens", i);
-        CHECK(first_difference(&t, &t.out[i], &clean.out[i], from, n + 23) < 0, "request %d: garbage was read", i);
+        CHECK(first_difference(&t, &t.out[i], &clean.out[i], from, n + 23) < 0,
+              "request %d: garbage was read", i);
         CHECK(t.out[i].reason == SALA_FINISH_LENGTH, "request %d: reason %d", i, t.out[i].reason);
     }
     session_close(&t);
     session_close(&clean);
 }
 
-TEST_MAIN(TEST(test_vectors), TEST(test_selections), TEST(test_rows_are_only_shown), TEST(test_golden_tokenizer),
-          TEST(test_golden_tokens), TEST(test_golden_logits), TEST(test_batch_invariance), TEST(test_chunk_invariance),
-          TEST(test_chunk_invariance_sala_tiny), TEST(test_determinism), TEST(test_poison))
+TEST_MAIN(TEST(test_vectors), TEST(test_selections), TEST(test_rows_are_only_shown),
+          TEST(test_golden_tokenizer), TEST(test_golden_tokens), TEST(test_golden_logits),
+          TEST(test_batch_invariance), TEST(test_chunk_invariance),
+          TEST(test_chunk_invariance_sala_tiny), TEST(test_tier_rows), TEST(test_determinism),
+          TEST(test_poison))

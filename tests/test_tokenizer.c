@@ -40,12 +40,28 @@ static int open_folder(const char *folder, sala__tokenizer *t) {
     return code == 0;
 }
 
+// The text with "@BYTES@" replaced by the 256 byte tokens, which get the ids from 16. Free it.
+static char *expand(const char *text) {
+    const char *mark = strstr(text, "@BYTES@");
+    char *out = (char *)malloc(strlen(text) + 256 * 16);
+    size_t n = mark ? (size_t)(mark - text) : strlen(text);
+    memcpy(out, text, n);
+    for (int b = 0; b < 256 && mark; b++)
+        n += (size_t)sprintf(out + n, "\"<0x%02X>\":%d,", (unsigned)b, 16 + b);
+    strcpy(out + n, mark ? mark + 7 : "");
+    return out;
+}
+
+#define DECODER                                                                                    \
+    "\"decoder\":{\"type\":\"Sequence\",\"decoders\":[{\"type\":\"ByteFallback\"},{\"type\":"      \
+    "\"Fuse\"}]}"
+
 // From strings, as sala__tokenizer_open does from files. `config` may be NULL.
 static int open_text(const char *text, size_t size, const char *config, int limit,
                      sala__tokenizer *t, sala_error *err) {
     sala__json j, c;
     memset(&c, 0, sizeof c);
-    sala__tokenizer_start(t, &env, "tokenizer.json", limit);
+    sala__tokenizer_start(t, &env, limit);
     int code = sala__json_parse(&env, "tokenizer.json", text, size, &j, err);
     if (code < 0) return code;
     if (config)
@@ -149,7 +165,7 @@ static void odd_configurations(void) {
         }
         sala__tokenizer_close(&t);
     }
-    CHECK(count >= 14, "only %d configurations", count);
+    CHECK(count >= 10, "only %d configurations", count);
     sala__json_free(&j);
     CHECK(live == 0, "%lld allocations left", (long long)live);
 }
@@ -208,18 +224,19 @@ long_texts(void) { // the ids' hash where the library gave it, and the time for 
 
 // Inputs that make a careless search for added tokens quadratic.
 static void spaces_are_linear(void) {
-    static const char text[] =
-        "{\"added_tokens\":[{\"id\":1,\"content\":\" "
-        "\",\"lstrip\":true,\"rstrip\":true},{\"id\":2,\"content\":\"\\t\","
-        "\"rstrip\":true},{\"id\":3,\"content\":\"x\",\"lstrip\":true},{\"id\":4,\"content\":\"<<<<"
-        "<<<<<<<<<<<<<<<<<>\"}],"
-        "\"model\":{\"type\":\"BPE\",\"unk_token\":\"a\",\"vocab\":{\"a\":0},\"merges\":[]}}";
+    char *text =
+        expand("{\"added_tokens\":[{\"id\":1,\"content\":\" \",\"lstrip\":true,\"rstrip\":true},"
+               "{\"id\":2,\"content\":\"\\t\",\"rstrip\":true},{\"id\":3,\"content\":\"x\","
+               "\"lstrip\":true},"
+               "{\"id\":4,\"content\":\"<<<<<<<<<<<<<<<<<<<<<<\"}]," DECODER
+               ",\"model\":{\"type\":\"BPE\","
+               "\"byte_fallback\":true,\"vocab\":{@BYTES@\"a\":0},\"merges\":[]}}");
     static const char *const patterns[] = {" ", "\t", " \t", "\n\n \t", "x ", "<", "\n"};
     char *big = (char *)malloc(1000000);
     sala__tokenizer t;
     sala_error err;
     int32_t *ids;
-    CHECK(open_text(text, strlen(text), NULL, 5, &t, &err) == 0, "%s", err.text);
+    CHECK(open_text(text, strlen(text), NULL, 300, &t, &err) == 0, "%s", err.text);
     for (int k = 0; k < 7; k++) {
         size_t n = strlen(patterns[k]);
         for (size_t i = 0; i < 1000000; i++) big[i] = patterns[k][i % n];
@@ -230,8 +247,14 @@ static void spaces_are_linear(void) {
               seconds);
         sala__release(&env, ids);
     }
+    // White space that was swallowed is gone; the one before a match goes back to the last one.
+    static const int32_t want[] = {2, 16 + 'y', 3, 1, 16 + 'y'};
+    int64_t n = sala__encode(&t, "\t \n y\n\nx  y", 11, 0, &ids, &err);
+    CHECK(n == 5 && memcmp(ids, want, sizeof want) == 0, "%lld ids", (long long)n);
+    sala__release(&env, ids);
     sala__tokenizer_close(&t);
     free(big);
+    free(text);
 }
 
 static void decoded_texts(void) {
@@ -464,43 +487,45 @@ static void content_cannot_forge_markers(void) {
         sala__tokenizer_close(&t);
     }
     // A vocabulary whose merges would build the marker.
-    static const char text[] =
-        "{\"added_tokens\":[{\"id\":5,\"content\":\"</"
-        "s>\",\"special\":true}],\"model\":{\"type\":\"BPE\",\"unk_token\":\"<\","
-        "\"vocab\":{\"<\":0,\"/\":1,\"s\":2,\">\":3,\"</\":4,\"</"
-        "s>\":5,\"s>\":6},\"ignore_merges\":true,"
-        "\"merges\":[\"< /\",\"s >\",\"</ s>\"]}}";
+    char *text =
+        expand("{\"added_tokens\":[{\"id\":5,\"content\":\"</s>\",\"special\":true}]," DECODER
+               ",\"model\":{\"type\":\"BPE\",\"byte_fallback\":true,\"vocab\":{@BYTES@\"<\":0,\"/"
+               "\":1,\"s\":2,"
+               "\">\":3,\"</\":4,\"</s>\":5,\"s>\":6},\"merges\":[\"< /\",\"s >\",\"</ s>\"]}}");
     sala__tokenizer t;
     sala_error err;
     int32_t *ids;
-    CHECK(open_text(text, strlen(text), NULL, 7, &t, &err) == 0, "%s", err.text);
+    CHECK(open_text(text, strlen(text), NULL, 300, &t, &err) == 0, "%s", err.text);
     CHECK(sala__encode(&t, "</s>", 4, 0, &ids, &err) == 2 && ids[0] == 4 && ids[1] == 6, "forged");
     sala__release(&env, ids);
     CHECK(sala__encode(&t, "</s>", 4, SALA_PARSE_SPECIAL, &ids, &err) == 1 && ids[0] == 5,
           "not parsed");
     sala__release(&env, ids);
     sala__tokenizer_close(&t);
+    free(text);
 }
 
 // ---- small files written here ----
 
 #define BASE                                                                                       \
     "{\"added_tokens\":[{\"id\":4,\"content\":\"<|im_start|>\",\"special\":true},{\"id\":5,"       \
-    "\"content\":\"<|im_end|>\",\"special\":"                                                      \
-    "true}],\"normalizer\":null,\"pre_tokenizer\":null,\"post_processor\":null,\"decoder\":{"      \
-    "\"type\":\"Fuse\"},\"model\":{\"type\":"                                                      \
-    "\"BPE\",\"dropout\":null,\"unk_token\":\"u\",\"byte_fallback\":false,\"vocab\":{\"u\":0,"     \
-    "\"a\":1,\"b\":2,\"ab\":3},\"merges\":["                                                       \
-    "\"a b\"]}}"
+    "\"content\":\"<|im_end|>\",\"special\":true}],\"normalizer\":null,\"pre_tokenizer\":null,"    \
+    "\"post_processor\":null," DECODER ",\"model\":{\"type\":\"BPE\",\"dropout\":null,"            \
+    "\"unk_token\":\"u\",\"byte_fallback\":true,\"vocab\":{@BYTES@\"u\":0,\"a\":1,\"b\":2,\"ab\":" \
+    "3},"                                                                                          \
+    "\"merges\":[\"a b\"]}}"
 
-static char *edit(const char *text, const char *from, const char *to) { // free it
+// One change; free the result.
+static char *edit(const char *text, const char *from, const char *to) {
     const char *at = strstr(text, from);
-    char *out = (char *)malloc(strlen(text) + strlen(to) + 1);
+    char *changed = (char *)malloc(strlen(text) + strlen(to) + 1);
     if (!at) {
         CHECK(0, "the base has no %s", from);
         at = text;
     }
-    sprintf(out, "%.*s%s%s", (int)(at - text), text, to, at + strlen(from));
+    sprintf(changed, "%.*s%s%s", (int)(at - text), text, to, at + strlen(from));
+    char *out = expand(changed);
+    free(changed);
     return out;
 }
 
@@ -513,24 +538,26 @@ static void hostile_files(void) {
          "end_of_word_suffix is not supported"},
         {"\"dropout\":null", "\"continuing_subword_prefix\":\"##\"",
          "continuing_subword_prefix is not supported"},
-        {"\"unk_token\":\"u\"", "\"unk_token\":null", "neither an unk_token nor byte fallback"},
-        {"\"unk_token\":\"u\",\"byte_fallback\":false", "\"byte_fallback\":true",
-         "neither an unk_token nor byte fallback"},
-        {"\"unk_token\":\"u\"", "\"unk_token\":\"zz\"", "the unk_token zz is not in model.vocab"},
-        {"\"byte_fallback\":false", "\"byte_fallback\":1",
-         "\"byte_fallback\" must be true or false"},
-        {"\"ab\":3", "\"ab\":7", "no token has the id 3"},
-        {"\"ab\":3", "\"ab\":2", "the id 2 belongs to two tokens"},
-        {"\"ab\":3", "\"ab\":3,\"a\":1", "token \"a\" stands there twice"},
-        {"\"ab\":3", "\"ab\":3,\"a\":6", "token \"a\" stands there twice, with the ids 1 and 6"},
-        {"\"ab\":3", "\"ab\":16", "has the id 16, but the model's vocabulary has only 16"},
-        {"\"ab\":3", "\"ab\":99999999999999", "has the id 99999999999999"},
-        {"\"ab\":3", "\"ab\":-1", "is not a number >= 0"},
-        {"\"ab\":3", "\"ab\":3.5", "is not a number >= 0"},
-        {"\"ab\":3", "\"ab\":\"3\"", "is not a number >= 0"},
+        {"\"dropout\":null", "\"ignore_merges\":true", "model.ignore_merges is not supported"},
+        {"\"byte_fallback\":true", "\"byte_fallback\":false", "model.byte_fallback is not true"},
+        {"\"byte_fallback\":true,", "", "model.byte_fallback is not true"},
+        {"@BYTES@", "", "the byte token <0x00> is missing"},
+        {"\"vocab\":{@BYTES@", "\"vocab\":{\"<0x00>\":16,\"<0x01>\":17,",
+         "the byte token <0x02> is missing"},
+        {"\"id\":5,\"content\":\"<|im_end|>\"", "\"id\":16,\"content\":\"<0x00>\"",
+         "the byte token <0x00> is missing, or special"},
+        {"\"ab\":3", "\"ab\":2", "token \"ab\", id 2: its string or its id is there twice"},
+        {"\"ab\":3", "\"ab\":3,\"a\":1", "token \"a\", id 1: its string"},
+        {"\"ab\":3", "\"ab\":3,\"a\":6", "token \"a\", id 6: its string"},
+        {"\"ab\":3", "\"ab\":400", "\"ab\" is not from 0 to 399"},
+        {"\"ab\":3", "\"ab\":99999999999999", "not from 0 to 399"},
+        {"\"ab\":3", "\"ab\":-1", "is not from 0 to 399"},
+        {"\"ab\":3", "\"ab\":3.5", "is not from 0 to 399"},
+        {"\"ab\":3", "\"ab\":\"3\"", "is not from 0 to 399"},
         {"\"vocab\":{", "\"vocab\":[],\"v\":{", "model.vocab must be an object"},
-        {"\"a b\"", "\"a c\"", "merge 0 names \"c\""},
-        {"\"a b\"", "\"b a\"", "merge 0 makes \"ba\""},
+        {"\"a b\"", "\"a c\"", "merge 0: \"c\" is not in model.vocab"},
+        {"\"a b\"", "\"b a\"", "merge 0: \"ba\" is not in model.vocab"},
+        {"\"a b\"", "\"a <0x41>\"", "merge 0 joins the byte token <0x41>"},
         {"\"a b\"", "\"a b c\"", "merge 0 is not a pair"},
         {"\"a b\"", "\"a b\",[\"a\"]", "merge 1 is not a pair"},
         {"\"a b\"", "7", "merge 0 is not a pair"},
@@ -539,7 +566,7 @@ static void hostile_files(void) {
          "the normalizer NFKC is not supported"},
         {"\"normalizer\":null",
          "\"normalizer\":{\"type\":\"Replace\",\"pattern\":{\"Regex\":\"x\"},\"content\":\"\"}",
-         "plain \"String\""},
+         "must be a plain \"String\""},
         {"\"normalizer\":null",
          "\"normalizer\":{\"type\":\"Replace\",\"pattern\":{\"String\":\"\"},\"content\":\"\"}",
          "a string of 1 to 32"},
@@ -548,43 +575,55 @@ static void hostile_files(void) {
          "{\"String\":\"a\"},\"content\":"
          "\"aaaaaaaaaaaa\"},{\"type\":\"Replace\",\"pattern\":{\"String\":\"a\"},\"content\":"
          "\"aaaaaaaaaaaa\"}]}",
-         "144 times longer"},
+         "a Replace makes text over 4 times longer"},
         {"\"pre_tokenizer\":null", "\"pre_tokenizer\":{\"type\":\"ByteLevel\"}",
          "the pre_tokenizer ByteLevel is not supported"},
-        {"\"pre_tokenizer\":null", "\"pre_tokenizer\":{\"type\":\"Split\"}",
-         "the pre_tokenizer Split is not supported"},
         {"\"pre_tokenizer\":null",
-         "\"pre_tokenizer\":{\"type\":\"Metaspace\",\"replacement\":\"ab\"}", "a single character"},
+         "\"pre_tokenizer\":{\"type\":\"Metaspace\",\"replacement\":\"\",\"prepend_scheme\":"
+         "\"first\"}",
+         "the replacement of Metaspace must be a string of 1 to 32 bytes"},
         {"\"pre_tokenizer\":null",
          "\"pre_tokenizer\":{\"type\":\"Metaspace\",\"replacement\":\"_\",\"prepend_scheme\":"
          "\"odd\"}",
          "always, first or never"},
         {"\"pre_tokenizer\":null",
-         "\"pre_tokenizer\":{\"type\":\"Metaspace\",\"replacement\":\"_\",\"add_prefix_space\":"
-         "false}",
-         "add_prefix_space false"},
+         "\"pre_tokenizer\":{\"type\":\"Metaspace\",\"replacement\":\"_\"}",
+         "always, first or never"},
+        {"\"pre_tokenizer\":null",
+         "\"pre_tokenizer\":{\"type\":\"Sequence\",\"pretokenizers\":[{\"type\":\"Metaspace\"}]}",
+         "the pre_tokenizer Sequence is not supported"},
         {"\"post_processor\":null", "\"post_processor\":{\"type\":\"ByteLevel\"}",
          "the post_processor ByteLevel is not supported"},
         {"\"post_processor\":null",
          "\"post_processor\":{\"type\":\"TemplateProcessing\",\"single\":[{\"SpecialToken\":{"
          "\"id\":\"<s>\"}},{\"Sequence\":{\"id\":\"A\"}}]}",
-         "the post_processor's token <s> is not in the vocabulary"},
-        {"{\"type\":\"Fuse\"}", "{\"type\":\"BPEDecoder\"}",
-         "the decoder BPEDecoder is not supported"},
-        {"{\"type\":\"Fuse\"}", "{\"type\":\"Strip\",\"content\":\" \",\"start\":0,\"stop\":1}",
-         "Strip needs"},
-        {"{\"type\":\"Fuse\"}",
-         "{\"type\":\"Sequence\",\"decoders\":[{\"type\":\"Fuse\"},{\"type\":\"ByteFallback\"}]}",
-         "the decoder ByteFallback is not"},
-        {"\"id\":5,\"content\":\"<|im_end|>\"", "\"id\":5,\"content\":\"\"", "1 to 256 bytes"},
+         "the post_processor's <s> is not in the vocabulary"},
+        {"\"post_processor\":null",
+         "\"post_processor\":{\"type\":\"TemplateProcessing\",\"single\":[]}",
+         "one token (BOS), then the text"},
+        {DECODER, "\"decoder\":null", "the decoder is not a Sequence of Replace"},
+        {DECODER, "\"decoder\":{\"type\":\"Metaspace\"}", "the decoder is not a Sequence"},
+        {"{\"type\":\"Fuse\"}]", "{\"type\":\"Strip\"}]", "the decoder is not a Sequence"},
+        {"{\"type\":\"Fuse\"}]", "{\"type\":\"Fuse\"},{\"type\":\"Fuse\"}]",
+         "decoder is not a Sequence"},
+        {"{\"type\":\"ByteFallback\"},", "", "the decoder is not a Sequence"},
+        {"{\"type\":\"Fuse\"}]",
+         "{\"type\":\"Fuse\"},{\"type\":\"Strip\",\"content\":\" \",\"start\":0,\"stop\":1}]",
+         "Strip of one space at the start"},
+        {"{\"type\":\"Fuse\"}]",
+         "{\"type\":\"Fuse\"},{\"type\":\"Strip\",\"content\":\"a\",\"start\":1,\"stop\":0}]",
+         "Strip of one space at the start"},
+        {"\"<|im_end|>\",", "\"<|im_end|>\",\"single_word\":true,",
+         "the added token \"<|im_end|>\" is single_word, which is not supported"},
+        {"\"id\":5,\"content\":\"<|im_end|>\"", "\"id\":5,\"content\":\"\"",
+         "the added token 5 must have 1 to 128 bytes"},
         {"\"id\":5,\"content\":\"<|im_end|>\"", "\"id\":4,\"content\":\"<|im_end|>\"",
-         "the id 4 belongs to two tokens"},
+         "\"<|im_end|>\", id 4: its string or its id is there twice"},
         {"\"id\":5,\"content\":\"<|im_end|>\"", "\"id\":5,\"content\":\"<|im_start|>\"",
-         "stands there twice"},
-        {"\"id\":5,\"content\":\"<|im_end|>\"", "\"id\":16,\"content\":\"<|im_end|>\"",
-         "has the id 16"},
-        {"\"id\":5,", "", "is not a number >= 0"},
-        {"\"u\":0", "\"u\xFF\":0", "not UTF-8"},
+         "\"<|im_start|>\", id 5: its string or its id is there twice"},
+        {"\"id\":5,\"content\":\"<|im_end|>\"", "\"id\":400,\"content\":\"<|im_end|>\"",
+         "is not from 0 to 399"},
+        {"\"id\":5,", "", "is not from 0 to 399"},
         {"]}}", "]}", "not valid JSON"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -592,7 +631,7 @@ static void hostile_files(void) {
         sala_error err;
         char *text = edit(BASE, cases[i][0], cases[i][1]);
         memset(&err, 0, sizeof err);
-        int code = open_text(text, strlen(text), NULL, 16, &t, &err);
+        int code = open_text(text, strlen(text), NULL, 400, &t, &err);
         CHECK(code < 0 && code == err.code && strstr(err.text, cases[i][2]),
               "case %zu, %s: code %d, \"%s\"", i, cases[i][1], code, err.text);
         if (code == 0) sala__tokenizer_close(&t);
@@ -609,8 +648,8 @@ static void chat_without_prefix(void) {
     sala__tokenizer t;
     sala_error err;
     int32_t *ids;
-    static const int32_t want[] = {4, 2, 0, 2, 5, 0, 4}; // BASE has no line end: it is unknown
-    CHECK(open_text(text, strlen(text), NULL, 16, &t, &err) == 0, "%s", err.text);
+    static const int32_t want[] = {4, 2, 16 + '\n', 2, 5, 16 + '\n', 4};
+    CHECK(open_text(text, strlen(text), NULL, 400, &t, &err) == 0, "%s", err.text);
     t.template_name = "chatml";
     int64_t n = sala__chat_turn(&t, "b", "b", 1, 0, 1, &ids, &err);
     CHECK(n > 7 && memcmp(ids, want, sizeof want) == 0 && ids[7] == 1, "%lld ids",
@@ -620,16 +659,48 @@ static void chat_without_prefix(void) {
     CHECK(n == 1 && ids[0] == 3, "%lld ids, %d", (long long)n,
           n > 0 ? (int)ids[0] : -1); // prefix a + b
     sala__release(&env, ids);
-    // Markers that swallow white space, as the library does with the rendered text.
     sala__tokenizer_close(&t);
     free(text);
-    text = edit(BASE, "<|im_end|>\",", "<|im_end|>\",\"lstrip\":true,\"rstrip\":true,");
-    CHECK(open_text(text, strlen(text), NULL, 16, &t, &err) == 0, "%s", err.text);
-    t.template_name = "chatml";
-    static const int32_t swallowed[] = {4, 2, 0, 2, 5};
-    n = sala__chat_turn(&t, "b", "b \n ", 4, 0, 0, &ids, &err);
-    CHECK(n == 5 && memcmp(ids, swallowed, sizeof swallowed) == 0, "%lld ids", (long long)n);
+    // Markers whose ids would depend on what stands around them.
+    static const char *const flags[] = {"lstrip", "rstrip", "normalized"};
+    for (int i = 0; i < 3; i++) {
+        char change[64];
+        snprintf(change, sizeof change, "<|im_end|>\",\"%s\":true,", flags[i]);
+        text = edit(BASE, "<|im_end|>\",", change);
+        CHECK(open_text(text, strlen(text), NULL, 400, &t, &err) == 0, "%s", err.text);
+        t.template_name = "chatml";
+        CHECK(sala__chat_turn(&t, "b", "b", 1, 0, 0, &ids, &err) == SALA_E_MODEL &&
+                  strstr(err.text, "<|im_end|> is not in the vocabulary as an added token without"),
+              "%s", err.text);
+        sala__tokenizer_close(&t);
+        free(text);
+    }
+}
+
+// Ids that no token has are fine, and decode to nothing; ids that two tokens have are not.
+static void holes(void) {
+    char *text = edit(BASE, "\"ab\":3", "\"ab\":390");
+    sala__tokenizer t;
+    sala_error err;
+    int32_t *ids, with_holes[] = {3, 1, 15, 390, 389, 399, 2};
+    CHECK(open_text(text, strlen(text), NULL, 400, &t, &err) == 0 && t.size == 391, "%s", err.text);
+    CHECK(sala__encode(&t, "abc", 3, 0, &ids, &err) == 2 && ids[0] == 390 && ids[1] == 16 + 'c',
+          "ids");
     sala__release(&env, ids);
+    char *back = sala__decode(&t, with_holes, 7, 1, NULL, &err);
+    CHECK(back && strcmp(back, "aabb") == 0, "%s", back ? back : err.text);
+    sala__release(&env, back);
+    sala__tokenizer_close(&t);
+    free(text);
+    // They do not count as the beginning of the text, which may lose a space.
+    text = edit(BASE, "{\"type\":\"Fuse\"}]",
+                "{\"type\":\"Fuse\"},"
+                "{\"type\":\"Strip\",\"content\":\" \",\"start\":1,\"stop\":0}]");
+    int32_t spaces[] = {15, 16 + ' ', 16 + ' ', 1};
+    CHECK(open_text(text, strlen(text), NULL, 400, &t, &err) == 0, "%s", err.text);
+    back = sala__decode(&t, spaces, 4, 1, NULL, &err);
+    CHECK(back && strcmp(back, " a") == 0, "\"%s\"", back ? back : err.text);
+    sala__release(&env, back);
     sala__tokenizer_close(&t);
     free(text);
 }
@@ -644,7 +715,7 @@ static void missing_files(void) {
               strstr(err.text, "\"llama\" is unknown"),
           "%s", err.text);
     CHECK(sala__tokenizer_open(&env, MODEL, 2047, NULL, &t, &err) == SALA_E_MODEL &&
-              strstr(err.text, "<|im_start|>\" has the id 2047"),
+              strstr(err.text, "<|im_start|>\" is not from 0 to 2046"),
           "%s", err.text);
     CHECK(live == 0, "%lld allocations left", (long long)live);
 }
@@ -653,8 +724,7 @@ static void special_ids(void) {
     sala__tokenizer t;
     sala_error err;
     if (open_folder(MODEL, &t)) {
-        CHECK(t.bos == 1 && t.eos == 2 && t.add_bos == 1 && t.unk == 0, "%d %d", (int)t.bos,
-              (int)t.eos);
+        CHECK(t.bos == 1 && t.eos == 2 && t.add_bos == 1, "%d %d", (int)t.bos, (int)t.eos);
         CHECK(sala__find_token(&t, "<|im_end|>", 10) == 2046 &&
                   sala__find_token(&t, "<|im_end|", 9) == -1,
               "lookup");
@@ -674,8 +744,9 @@ static void special_ids(void) {
         {"{\"eos_token\":\"zz\"}", "eos_token \"zz\" is not in the vocabulary", 0, 0},
         {"{\"add_bos_token\":\"yes\"}", "\"add_bos_token\" must be true or false", 0, 0},
     };
+    char *base = expand(BASE);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        int code = open_text(BASE, strlen(BASE), cases[i].config, 16, &t, &err);
+        int code = open_text(base, strlen(base), cases[i].config, 400, &t, &err);
         if (cases[i].error)
             CHECK(code < 0 && strstr(err.text, cases[i].error), "%s: %s", cases[i].config,
                   err.text);
@@ -683,17 +754,18 @@ static void special_ids(void) {
             CHECK(code == 0 && t.bos == cases[i].bos && t.add_bos == cases[i].add, "config %zu", i);
         if (code == 0) sala__tokenizer_close(&t);
     }
+    free(base);
     // The post-processor's BOS, without a config and switched off by it.
     char *text = edit(BASE, "\"post_processor\":null",
                       "\"post_processor\":{\"type\":\"TemplateProcessing\",\"single\":[{"
                       "\"SpecialToken\":{\"id\":\"a\"}},"
                       "{\"Sequence\":{\"id\":\"A\"}},{\"SpecialToken\":{\"id\":\"b\"}}]}");
     log_line[0] = 0;
-    CHECK(open_text(text, strlen(text), NULL, 16, &t, &err) == 0 && t.bos == 1 && t.add_bos == 1,
+    CHECK(open_text(text, strlen(text), NULL, 400, &t, &err) == 0 && t.bos == 1 && t.add_bos == 1,
           "%s", err.text);
-    CHECK(strstr(log_line, "adds b after a text"), "%s", log_line);
+    CHECK(strstr(log_line, "adds after a text is left out"), "%s", log_line);
     sala__tokenizer_close(&t);
-    CHECK(open_text(text, strlen(text), "{\"add_bos_token\":false}", 16, &t, &err) == 0 &&
+    CHECK(open_text(text, strlen(text), "{\"add_bos_token\":false}", 400, &t, &err) == 0 &&
               t.bos == 1 && t.add_bos == 0,
           "%s", err.text);
     sala__tokenizer_close(&t);
@@ -722,7 +794,7 @@ static void templates(void) {
          "(loop.last and add_generation_prompt) or not loop.last %}"
          "{{ '<|im_end|>' + '\\n'}}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ "
          "'<|im_start|>assistant\\n' }}{% endif %}",
-         "chatml", "not reproduced: a default system prompt"},
+         "chatml", "not reproduced: system prompts"},
         {"{%- if tools %}{{ tools }}{% endif %}{% for message in messages %}{{'<|im_start|>' + "
          "message.role + '\\n' + message.content | trim + '<|im_end|>'"
          " + '\\n'}}{% endfor %}{{ '<|im_start|>assistant\\n' }}{% if enable_thinking %}{{ "
@@ -733,6 +805,16 @@ static void templates(void) {
         {"{{'<|im_start|>' + message['role'] + message['content'] + '<|im_end|>\\n'}}{{ "
          "'<|im_start|>assistant\\n' }}",
          "unrecognised", ""},
+        // Line ends that a tag eats.
+        {"{% for m in messages %}<|im_start|>{{ message.role -}}\n{{ message.content }}"
+         "<|im_end|>\n{% endfor %}<|im_start|>assistant\n",
+         "unrecognised", ""},
+        {"{% for m in messages %}<|im_start|>{{ message.role }}\n{{- message.content }}"
+         "<|im_end|>\n{% endfor %}<|im_start|>assistant\n",
+         "unrecognised", ""},
+        {"{% for m in messages %}<|im_start|>{{ message.role }}{% if 1 %}\n{% endif %}"
+         "{{ message.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n",
+         "unrecognised", ""},
         {"", "unrecognised", ""},
         {"{%", "unrecognised", ""},
     };
@@ -740,7 +822,7 @@ static void templates(void) {
         sala__tokenizer t;
         sala_error err;
         int32_t *ids;
-        sala__tokenizer_start(&t, &env, "x", 4);
+        sala__tokenizer_start(&t, &env, 4);
         log_line[0] = 0;
         CHECK(sala__read_template(&t, cases[i].text, strlen(cases[i].text), &err) == 0, "%s",
               err.text);
@@ -778,7 +860,7 @@ static void failing_allocations(void) {
         memset(&err, 0, sizeof err);
         calls = 0;
         fail_at = n;
-        int64_t code = open_text(text, strlen(text), config, 16, &t, &err);
+        int64_t code = open_text(text, strlen(text), config, 400, &t, &err);
         if (code >= 0) {
             code =
                 sala__encode(&t, "ab ab ababababababababababababababababababababababab <|im_end|>",
@@ -808,5 +890,5 @@ static void failing_allocations(void) {
 TEST_MAIN(TEST(ids_of_the_library), TEST(odd_configurations), TEST(long_texts),
           TEST(spaces_are_linear), TEST(decoded_texts), TEST(ids_out_of_range), TEST(streams),
           TEST(any_bytes_round_trip), TEST(chat_turns), TEST(content_cannot_forge_markers),
-          TEST(hostile_files), TEST(chat_without_prefix), TEST(missing_files), TEST(special_ids),
-          TEST(templates), TEST(failing_allocations))
+          TEST(hostile_files), TEST(chat_without_prefix), TEST(holes), TEST(missing_files),
+          TEST(special_ids), TEST(templates), TEST(failing_allocations))

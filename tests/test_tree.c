@@ -10,7 +10,8 @@ enum { NODES = 32, TREES = 3, DEPTHS = SALA_MAX_PATH, TREE_CONTEXT = 512 };
 
 typedef struct tree {
     int64_t sequence;
-    int count, parent[NODES], depth[NODES]; // nodes in any order that has parents first; node 0 is the root
+    int count, parent[NODES],
+        depth[NODES]; // nodes in any order that has parents first; node 0 is the root
     int32_t token[NODES];
 } tree;
 
@@ -37,8 +38,10 @@ static void rows_free(rows *r) {
 }
 
 static int rows_same(const session *t, const rows *a, int i, const rows *b, int j) {
-    size_t v = (size_t)t->info.vocab, h = t->hidden_row, l = t->blocks_row, x = (size_t)i, y = (size_t)j;
-    return memcmp(a->logits + x * v, b->logits + y * v, v * 4) == 0 && memcmp(a->hidden + x * h, b->hidden + y * h, h * 4) == 0 &&
+    size_t v = (size_t)t->info.vocab, h = t->hidden_row, l = t->blocks_row, x = (size_t)i,
+           y = (size_t)j;
+    return memcmp(a->logits + x * v, b->logits + y * v, v * 4) == 0 &&
+           memcmp(a->hidden + x * h, b->hidden + y * h, h * 4) == 0 &&
            memcmp(a->blocks + x * l, b->blocks + y * l, l * 4) == 0;
 }
 
@@ -51,13 +54,17 @@ static void tree_pass(session *t, const tree *trees, int count, rows *out) {
     for (int i = 0; i < count; i++) {
         const tree *tr = &trees[i];
         sala__sequence *q = sequence_of(t, tr->sequence);
-        sala_seq seq = {(int32_t)(q - s->sequences), row, tr->count, q->stored, 0, q->pending, q->pages};
+        sala_seq seq = {
+            (int32_t)(q - s->sequences), row, tr->count, q->stored, 0, q->pending, q->pages};
         s->seqs[i] = seq;
         for (int n = 0; n < tr->count; n++) {
             int32_t *path = s->paths + (row + n) * SALA_MAX_PATH;
             sala__row(s, row + n, i, tr->token[n], q->stored + tr->depth[n]);
-            for (int k = 0; k < SALA_MAX_PATH; k++) path[k] = -1; // beyond the node itself nothing may be read
-            if (n > 0) memcpy(path, s->paths + (row + tr->parent[n]) * SALA_MAX_PATH, (size_t)tr->depth[n] * 4);
+            for (int k = 0; k < SALA_MAX_PATH; k++)
+                path[k] = -1; // beyond the node itself nothing may be read
+            if (n > 0)
+                memcpy(path, s->paths + (row + tr->parent[n]) * SALA_MAX_PATH,
+                       (size_t)tr->depth[n] * 4);
             path[tr->depth[n]] = row + n;
         }
         row += tr->count;
@@ -86,8 +93,13 @@ static void tree_commit(session *t, const tree *trees, int count, const int *las
             list[i * SALA_MAX_PATH + trees[i].depth[n]] = s->seqs[i].first_row + n;
     }
     sala_rows pass = sala__rows(s, rows_in_pass, count, 1);
-    sala_commit_args a = {&s->config.dims, &pass, s->sparse_layers, s->lightning_layers, s->plan.slots, s->plan.node_rows,
-                          accepted, list, s->nodes, s->pages, s->node_k, s->node_v, s->pending_k, s->pending_v};
+    sala_commit_args a = {&s->config.dims,  &pass,
+                          s->sparse_layers, s->lightning_layers,
+                          s->plan.slots,    s->plan.node_rows,
+                          accepted,         list,
+                          s->nodes,         s->pages,
+                          s->node_k,        s->node_v,
+                          s->pending_k,     s->pending_v};
     sala__op(s, SALA__OP_commit, &a);
     for (int i = 0; i < count; i++) {
         sala__sequence *q = sequence_of(t, trees[i].sequence);
@@ -108,19 +120,24 @@ static void pools_copy(session *t, pools *p, int restore) {
     sala *s = t->engine;
     size_t act = sizeof(sala_act), at = 0, slots = (size_t)s->plan.slots;
     size_t page = 2 * s->plan.page_kv + s->plan.page_tier1 + s->plan.page_tier2;
-    size_t lightning = (size_t)s->lightning_layers, pending = lightning * slots * s->plan.pending * act;
+    size_t lightning = (size_t)s->lightning_layers,
+           pending = lightning * slots * s->plan.pending * act;
     for (int i = 0; i < s->sparse_layers + 3; i++) {
         void *of[3] = {s->states, s->pending_k, s->pending_v};
         size_t sizes[3] = {lightning * slots * s->plan.state * 4, pending, pending};
         void *pool = i < 3 ? of[i] : s->pages[i - 3].k;
         size_t size = i < 3 ? sizes[i] : (size_t)s->plan.pages * page * act;
-        if (restore) memcpy(pool, p->m.data + at, size);
-        else memory_add(&p->m, pool, size);
+        if (restore)
+            memcpy(pool, p->m.data + at, size);
+        else
+            memory_add(&p->m, pool, size);
         at += size;
     }
     if (!restore) p->sequences = (sala__sequence *)need(malloc(slots * sizeof *p->sequences));
-    if (restore) memcpy(s->sequences, p->sequences, slots * sizeof *p->sequences); // no list grows meanwhile
-    else memcpy(p->sequences, s->sequences, slots * sizeof *p->sequences);
+    if (restore)
+        memcpy(s->sequences, p->sequences, slots * sizeof *p->sequences); // no list grows meanwhile
+    else
+        memcpy(p->sequences, s->sequences, slots * sizeof *p->sequences);
 }
 
 static pools pools_save(session *t) {
@@ -141,7 +158,10 @@ static void tree_random(tree *tr, int64_t sequence, int most, int vocab) {
     tr->sequence = sequence;
     tr->count = 1 + below(most);
     for (int n = 0; n < tr->count; n++) {
-        int parent = shape == 0 ? n - 1 : shape == 1 ? 0 : shape == 2 ? (n - 1) / 2 : below(n ? n : 1); // chain, star, binary, any
+        int parent = shape == 0   ? n - 1
+                     : shape == 1 ? 0
+                     : shape == 2 ? (n - 1) / 2
+                                  : below(n ? n : 1); // chain, star, binary, any
         while (n && tr->depth[parent] >= deepest) parent = tr->parent[parent];
         tr->parent[n] = n ? parent : -1;
         tr->depth[n] = n ? tr->depth[parent] + 1 : 0;
@@ -155,7 +175,8 @@ static int tree_is_leaf(const tree *tr, int node) {
     return 1;
 }
 
-static void step_once(session *t, int64_t sequence, int32_t token, rows *out) { // a tree of one node, accepted
+static void step_once(session *t, int64_t sequence, int32_t token,
+                      rows *out) { // a tree of one node, accepted
     tree one;
     int last = 0;
     memset(&one, 0, sizeof one);
@@ -174,8 +195,9 @@ static void check_path(session *t, const tree *tr, const rows *got, int first_ro
     for (int k = 0; k <= tr->depth[leaf] && check_failures < 10; k++) {
         int stored = sequence_of(t, tr->sequence)->stored;
         step_once(t, tr->sequence, tr->token[path[k]], &single);
-        CHECK(rows_same(t, got, first_row + path[k], &single, 0), "%d nodes after %d tokens: node %d at depth %d differs", tr->count,
-              stored - k, path[k], k);
+        CHECK(rows_same(t, got, first_row + path[k], &single, 0),
+              "%d nodes after %d tokens: node %d at depth %d differs", tr->count, stored - k,
+              path[k], k);
     }
     rows_free(&single);
 }
@@ -204,7 +226,9 @@ static void tree_round(session *t, const int64_t *sequences, int count, int most
             check_path(t, &trees[i], &got, first, n);
             if (n != last[i]) continue;
             memory stepped = memory_of(t, sequences[i]);
-            CHECK(memory_same(&committed, &stepped), "a path of %d accepted: cache or states differ from stepping", trees[i].depth[n] + 1);
+            CHECK(memory_same(&committed, &stepped),
+                  "a path of %d accepted: cache or states differ from stepping",
+                  trees[i].depth[n] + 1);
             free(stepped.data);
         }
         free(committed.data);
@@ -228,7 +252,8 @@ static int64_t start_sequence(session *t, const int32_t *tokens, int length, int
     session_run(t);
     sala__sequence *q = sequence_of(t, t->out[i].sequence);
     if (!pending) sala__materialise(t->engine, (int)(q - t->engine->sequences));
-    if (q->stored != length || q->pending != pending) die("start_sequence", "the loop does not step as thought");
+    if (q->stored != length || q->pending != pending)
+        die("start_sequence", "the loop does not step as thought");
     return q->id;
 }
 
@@ -242,7 +267,8 @@ static session tree_engine(const char *path, int dense_len) {
     return session_open(path, &o);
 }
 
-static void tree_lengths(const char *path, int dense_len, const int *lengths, int count, int rounds) {
+static void tree_lengths(const char *path, int dense_len, const int *lengths, int count,
+                         int rounds) {
     int32_t tokens[TREE_CONTEXT];
     session t = tree_engine(path, dense_len);
     for (int i = 0; i < count; i++) {
@@ -252,7 +278,8 @@ static void tree_lengths(const char *path, int dense_len, const int *lengths, in
             random_tokens(tokens, TREE_CONTEXT, t.info.vocab);
             sequences[k] = start_sequence(&t, tokens, lengths[(i + k) % count], (i + k) % 4 > 0);
         }
-        for (int r = 0; r < rounds; r++) tree_round(&t, sequences, n, n == 1 ? NODES : 14, t.info.vocab);
+        for (int r = 0; r < rounds; r++)
+            tree_round(&t, sequences, n, n == 1 ? NODES : 14, t.info.vocab);
         for (int k = 0; k < n; k++) session_give_up(&t, sequences[k]);
     }
     session_close(&t);
@@ -260,7 +287,8 @@ static void tree_lengths(const char *path, int dense_len, const int *lengths, in
 
 // tiny: blocks of 16, tiers 8/4 and 32/16, dense below 60, blocks dropped from 80 on. Trees cross all of these.
 static void test_trees(void) {
-    static const int lengths[] = {2, 5, 7, 14, 15, 16, 28, 31, 45, 50, 56, 58, 59, 62, 64, 70, 79, 80, 95, 113, 126, 127, 128, 200, 333, 400};
+    static const int lengths[] = {2,  5,  7,  14, 15, 16, 28,  31,  45,  50,  56,  58,  59,
+                                  62, 64, 70, 79, 80, 95, 113, 126, 127, 128, 200, 333, 400};
     check_seed = 201;
     tree_lengths(TINY, 0, lengths, (int)(sizeof lengths / sizeof lengths[0]), 3);
 }
@@ -271,7 +299,8 @@ static void test_trees_always_sparse(void) {
     tree_lengths(TINY, SALA_DENSE_NEVER, lengths, 10, 3);
 }
 
-static void test_trees_plain(void) { // rotated sparse layers, no gates, blocks of 32, tier windows of 12 and 48
+static void
+test_trees_plain(void) { // rotated sparse layers, no gates, blocks of 32, tier windows of 12 and 48
     static const int lengths[] = {3, 11, 35, 44, 47, 100, 127, 128, 150, 300};
     sala_options o = small_options(256, 64);
     int32_t tokens[TREE_CONTEXT];
@@ -289,7 +318,8 @@ static void test_trees_plain(void) { // rotated sparse layers, no gates, blocks 
     session_close(&t);
 }
 
-static void test_trees_sala_tiny(void) { // the released block geometry, where it begins to drop blocks
+static void
+test_trees_sala_tiny(void) { // the released block geometry, where it begins to drop blocks
     static const int lengths[] = {500, 767, 760};
     sala_options o = small_options(512, 64);
     int32_t tokens[1024];
@@ -324,8 +354,10 @@ static void test_steps_are_the_loop(void) {
         step_once(&t, hand, tokens[p], &one);
         size_t at = (size_t)p, vocab = (size_t)t.info.vocab;
         CHECK(memcmp(one.logits, o->logits + at * vocab, vocab * 4) == 0, "logits of %d differ", p);
-        CHECK(memcmp(one.hidden, o->hidden + at * t.hidden_row, t.hidden_row * 4) == 0, "hidden states of %d differ", p);
-        CHECK(memcmp(one.blocks, o->blocks + at * t.blocks_row, t.blocks_row * 4) == 0, "blocks of %d differ", p);
+        CHECK(memcmp(one.hidden, o->hidden + at * t.hidden_row, t.hidden_row * 4) == 0,
+              "hidden states of %d differ", p);
+        CHECK(memcmp(one.blocks, o->blocks + at * t.blocks_row, t.blocks_row * 4) == 0,
+              "blocks of %d differ", p);
     }
     memory a = memory_of(&t, loop), b = memory_of(&t, hand);
     CHECK(memory_same(&a, &b), "the memory differs");
@@ -337,5 +369,5 @@ static void test_steps_are_the_loop(void) {
     session_close(&t);
 }
 
-TEST_MAIN(TEST(test_steps_are_the_loop), TEST(test_trees), TEST(test_trees_always_sparse), TEST(test_trees_plain),
-          TEST(test_trees_sala_tiny))
+TEST_MAIN(TEST(test_steps_are_the_loop), TEST(test_trees), TEST(test_trees_always_sparse),
+          TEST(test_trees_plain), TEST(test_trees_sala_tiny))

@@ -6,7 +6,14 @@
     down. Shapes come from the engine's bound weights, so this file reads the engine's inside. */
 #include "roofline.h"
 
-enum { BENCH_PROMPT = CLI_OWN, BENCH_GEN, BENCH_REPEAT, BENCH_PARALLEL, BENCH_GEMM, BENCH_NO_ROOFLINE };
+enum {
+    BENCH_PROMPT = CLI_OWN,
+    BENCH_GEN,
+    BENCH_REPEAT,
+    BENCH_PARALLEL,
+    BENCH_GEMM,
+    BENCH_NO_ROOFLINE
+};
 
 static const cli_option bench_options[] = {
     {BENCH_PROMPT, "prompt-tokens", "N", "length of the random prompt (default 512)"},
@@ -22,8 +29,10 @@ static const cli_option bench_options[] = {
 static const cli_command bench_command = {
     "bench",
     "bench [-m DIR | --synthetic -m CONFIG.json] [options]\n\n"
-    "Prefills a random prompt and decodes after it, several times. Decode is compared with the machine's read\n"
-    "bandwidth, prefill with the rate at which OpenBLAS (if libopenblas.so.0 is installed) multiplies FP32\n"
+    "Prefills a random prompt and decodes after it, several times. Decode is compared with the "
+    "machine's read\n"
+    "bandwidth, prefill with the rate at which OpenBLAS (if libopenblas.so.0 is installed) "
+    "multiplies FP32\n"
     "matrices of the same shapes on as many threads; both are measured between the repetitions.\n",
     bench_options,
     CLI_ENGINE,
@@ -50,7 +59,8 @@ typedef struct bench {
     roofline_blas blas;
     unsigned char *buffer; // read to measure the bandwidth
     size_t buffer_bytes;
-    double read[BENCH_REPEATS], prefill[BENCH_REPEATS], decode[BENCH_REPEATS], bytes[BENCH_REPEATS]; // rates a second
+    double read[BENCH_REPEATS], prefill[BENCH_REPEATS], decode[BENCH_REPEATS],
+        bytes[BENCH_REPEATS]; // rates a second
     int done;
 } bench;
 
@@ -66,17 +76,20 @@ static void bench_add_shape(bench *b, const sala_weight *w) {
     b->shapes[b->shape_count++] = s;
 }
 
-static void bench_find_shapes(bench *b) { // the linear layers: all that a prompt's tokens go through
+static void
+bench_find_shapes(bench *b) { // the linear layers: all that a prompt's tokens go through
     for (int l = 0; l < b->engine->config.dims.layers; l++) {
         const sala__layer *w = &b->engine->weights.layers[l];
-        const sala_weight *all[] = {&w->q, &w->k, &w->v, &w->gate, &w->o, &w->mlp_gate, &w->mlp_up, &w->mlp_down};
+        const sala_weight *all[] = {&w->q, &w->k,        &w->v,      &w->gate,
+                                    &w->o, &w->mlp_gate, &w->mlp_up, &w->mlp_down};
         for (int i = 0; i < 8; i++) bench_add_shape(b, all[i]);
     }
 }
 
 static double bench_flops(const bench *b) { // of one token in the linear layers
     double sum = 0;
-    for (int i = 0; i < b->shape_count; i++) sum += 2.0 * b->shapes[i].n * (double)b->shapes[i].k * b->shapes[i].count;
+    for (int i = 0; i < b->shape_count; i++)
+        sum += 2.0 * b->shapes[i].n * (double)b->shapes[i].k * b->shapes[i].count;
     return sum;
 }
 
@@ -134,7 +147,8 @@ static int bench_once(bench *b, const int32_t *tokens) {
     if (b->parallel > 1) { // steps that only decode, after the last prompt
         b->prefill[b->done] = (double)(b->prompt * b->parallel) / (prompt_end - begin);
         b->decode[b->done] = decode_tokens / (end - prompt_end);
-        b->bytes[b->done] = bytes / (double)b->gen * (decode_tokens / (double)b->parallel) / (end - prompt_end);
+        b->bytes[b->done] =
+            bytes / (double)b->gen * (decode_tokens / (double)b->parallel) / (end - prompt_end);
     }
     return CLI_OK;
 }
@@ -151,6 +165,12 @@ static void bench_yardsticks(bench *b) { // one pass of each
     }
 }
 
+static void
+bench_settle(const bench *b) { // idle OpenBLAS threads spin for a while: not on our time
+    struct timespec t = {0, 200000000};
+    if (b->blas.library) nanosleep(&t, NULL);
+}
+
 static double bench_blas_rate(const bench *b) { // FP32 operations a second over all linear layers
     double seconds = 0;
     for (int i = 0; i < b->shape_count; i++) seconds += b->shapes[i].blas * b->shapes[i].count;
@@ -164,30 +184,39 @@ static void bench_print(const bench *b, int json) {
     if (json) {
         sala_info i;
         sala_get_info(b->engine, &i);
-        printf("{\"device\": \"%s\", \"parameters\": %lld, \"prompt_tokens\": %lld, \"gen_tokens\": %lld, \"parallel\": %lld, ",
-               i.device, (long long)i.parameters, (long long)b->prompt, (long long)b->gen, (long long)b->parallel);
-        printf("\"repeat\": %d, \"prefill_tokens_per_second\": %.3f, \"prefill_median\": %.3f, \"prefill_gflops\": %.3f, ", b->done,
-               prefill, bench_median(b->prefill, b->done), prefill * flops * 1e-9);
-        printf("\"decode_tokens_per_second\": %.3f, \"decode_median\": %.3f, \"decode_gb_per_second\": %.3f, ", decode,
-               bench_median(b->decode, b->done), bytes * 1e-9);
-        printf("\"read_gb_per_second\": %.3f, \"openblas_gflops\": %.3f, \"openblas_core\": \"%s\"}\n", read * 1e-9, blas * 1e-9,
-               b->blas.library ? b->blas.core : "");
+        printf("{\"device\": \"%s\", \"parameters\": %lld, \"prompt_tokens\": %lld, "
+               "\"gen_tokens\": %lld, \"parallel\": %lld, ",
+               i.device, (long long)i.parameters, (long long)b->prompt, (long long)b->gen,
+               (long long)b->parallel);
+        printf("\"repeat\": %d, \"prefill_tokens_per_second\": %.3f, \"prefill_median\": %.3f, "
+               "\"prefill_gflops\": %.3f, ",
+               b->done, prefill, bench_median(b->prefill, b->done), prefill * flops * 1e-9);
+        printf("\"decode_tokens_per_second\": %.3f, \"decode_median\": %.3f, "
+               "\"decode_gb_per_second\": %.3f, ",
+               decode, bench_median(b->decode, b->done), bytes * 1e-9);
+        printf(
+            "\"read_gb_per_second\": %.3f, \"openblas_gflops\": %.3f, \"openblas_core\": \"%s\"}\n",
+            read * 1e-9, blas * 1e-9, b->blas.library ? b->blas.core : "");
         return;
     }
-    printf("prefill  %lld x %lld tokens: %.1f t/s (median %.1f), %.1f GFLOP/s in the linear layers", (long long)b->parallel,
-           (long long)b->prompt, prefill, bench_median(b->prefill, b->done), prefill * flops * 1e-9);
+    printf("prefill  %lld x %lld tokens: %.1f t/s (median %.1f), %.1f GFLOP/s in the linear layers",
+           (long long)b->parallel, (long long)b->prompt, prefill, bench_median(b->prefill, b->done),
+           prefill * flops * 1e-9);
     if (blas > 0)
-        printf(" = %.0f %% of OpenBLAS sgemm (%s kernels, %.1f GFLOP/s at %d rows)", 100 * prefill * flops / blas, b->blas.core,
-               blas * 1e-9, b->blas_rows);
-    printf("\ndecode   %lld x %lld tokens: %.2f t/s (median %.2f), %.2f GB/s", (long long)b->parallel, (long long)b->gen, decode,
-           bench_median(b->decode, b->done), bytes * 1e-9);
-    if (read > 0) printf(" = %.0f %% of the read bandwidth (%.2f GB/s)", 100 * bytes / read, read * 1e-9);
+        printf(" = %.0f %% of OpenBLAS sgemm (%s kernels, %.1f GFLOP/s at %d rows)",
+               100 * prefill * flops / blas, b->blas.core, blas * 1e-9, b->blas_rows);
+    printf("\ndecode   %lld x %lld tokens: %.2f t/s (median %.2f), %.2f GB/s",
+           (long long)b->parallel, (long long)b->gen, decode, bench_median(b->decode, b->done),
+           bytes * 1e-9);
+    if (read > 0)
+        printf(" = %.0f %% of the read bandwidth (%.2f GB/s)", 100 * bytes / read, read * 1e-9);
     printf("\n");
 }
 
 // ---- --gemm: the products alone ----
 
-static double bench_product(bench *b, const sala_weight *w, int rows, const sala_act *x, sala_act *y) { // best seconds
+static double bench_product(bench *b, const sala_weight *w, int rows, const sala_act *x,
+                            sala_act *y) { // best seconds
     sala_gemm_args a;
     memset(&a, 0, sizeof a);
     a.rows = rows;
@@ -197,7 +226,9 @@ static double bench_product(bench *b, const sala_weight *w, int rows, const sala
     a.y[0] = y;
     double best = 1e30;
     for (int64_t i = 0; i < b->repeat; i++) {
-        if (b->roofline) roofline_read(b->buffer, b->buffer_bytes, b->engine->options.threads, 1); // empty the caches
+        if (b->roofline)
+            roofline_read(b->buffer, b->buffer_bytes, b->engine->options.threads,
+                          1); // empty the caches
         double start = cli_now();
         sala__op_gemm(&b->engine->cpu, &a);
         best = fmin(best, cli_now() - start);
@@ -209,21 +240,26 @@ static int bench_gemm(bench *b) {
     static const int rows[] = {1, 2, 4, 8, 16, 64, 512, 2048};
     int threads = b->engine->options.threads;
     double read = b->roofline ? roofline_read(b->buffer, b->buffer_bytes, threads, 5) : 0;
-    printf("read bandwidth %.2f GB/s; multiply-add peak %.0f GFLOP/s; OpenBLAS %s\n", read * 1e-9, roofline_fma(threads, 3) * 1e-9,
-           b->blas.library ? b->blas.core : "not found");
-    printf("%8s %8s %6s %12s %10s %10s %12s\n", "n", "k", "rows", "ms", "GB/s", "GFLOP/s", "of OpenBLAS");
+    printf("read bandwidth %.2f GB/s; multiply-add peak %.0f GFLOP/s; OpenBLAS %s\n", read * 1e-9,
+           roofline_fma(threads, 3) * 1e-9, b->blas.library ? b->blas.core : "not found");
+    printf("%8s %8s %6s %12s %10s %10s %12s\n", "n", "k", "rows", "ms", "GB/s", "GFLOP/s",
+           "of OpenBLAS");
     for (int i = 0; i < b->shape_count; i++) {
         const bench_shape *s = &b->shapes[i];
         sala_act *x = (sala_act *)cli_resize(NULL, 2048 * (size_t)s->k * sizeof(sala_act));
         sala_act *y = (sala_act *)cli_resize(NULL, 2048 * (size_t)s->n * sizeof(sala_act));
-        for (size_t j = 0; j < 2048 * (size_t)s->k; j++) x[j] = sala_store((float)(j * 2654435761u % 2048) / 1024.0f - 1.0f);
+        for (size_t j = 0; j < 2048 * (size_t)s->k; j++)
+            x[j] = sala_store((float)(j * 2654435761u % 2048) / 1024.0f - 1.0f);
         for (int r = 0; r < (int)(sizeof rows / sizeof *rows) && !cli_signal; r++) {
-            double seconds = bench_product(b, s->weight, rows[r], x, y), flops = 2.0 * rows[r] * s->n * (double)s->k;
+            bench_settle(b);
+            double seconds = bench_product(b, s->weight, rows[r], x, y),
+                   flops = 2.0 * rows[r] * s->n * (double)s->k;
             double weight = (double)s->n * s->k * (s->weight->format == SALA_F32 ? 4 : 2);
-            printf("%8d %8d %6d %12.3f %10.2f %10.1f", s->n, s->k, rows[r], seconds * 1e3, weight / seconds * 1e-9,
-                   flops / seconds * 1e-9);
+            printf("%8d %8d %6d %12.3f %10.2f %10.1f", s->n, s->k, rows[r], seconds * 1e3,
+                   weight / seconds * 1e-9, flops / seconds * 1e-9);
             if (b->blas.library) {
-                double rate = roofline_sgemm(&b->blas, rows[r], s->n, s->k, threads, (int)b->repeat);
+                double rate =
+                    roofline_sgemm(&b->blas, rows[r], s->n, s->k, threads, (int)b->repeat);
                 printf(" %10.0f %%", 100 * flops / seconds / rate);
             }
             printf("\n");
@@ -241,16 +277,21 @@ static int bench_run(bench *b, cli_args *a) {
     int code = CLI_OK;
     int32_t *tokens = (int32_t *)cli_resize(NULL, (size_t)b->prompt * sizeof *tokens);
     uint32_t vocab = (uint32_t)b->engine->config.dims.vocab;
-    for (int64_t i = 0; i < b->prompt; i++) tokens[i] = (int32_t)((uint32_t)(i + 1) * 2654435761u / 65536 % vocab);
+    for (int64_t i = 0; i < b->prompt; i++)
+        tokens[i] = (int32_t)((uint32_t)(i + 1) * 2654435761u / 65536 % vocab);
     bench_find_shapes(b);
-    b->blas_rows = (int)(b->prompt < b->engine->options.chunk ? b->prompt : b->engine->options.chunk);
+    b->blas_rows =
+        (int)(b->prompt < b->engine->options.chunk ? b->prompt : b->engine->options.chunk);
     if (b->roofline) {
         b->buffer_bytes = (size_t)1 << 29;
         b->buffer = (unsigned char *)cli_resize(NULL, b->buffer_bytes);
         memset(b->buffer, 1, b->buffer_bytes);
-        if (!roofline_blas_open(&b->blas)) fprintf(stderr, "sala: no libopenblas.so.0: prefill has no yardstick\n");
+        if (!roofline_blas_open(&b->blas))
+            fprintf(stderr, "sala: no libopenblas.so.0: prefill has no yardstick\n");
         if (b->blas.library && getenv("OPENBLAS_CORETYPE"))
-            fprintf(stderr, "sala: warning: OPENBLAS_CORETYPE is set: OpenBLAS may not use its best kernels\n");
+            fprintf(
+                stderr,
+                "sala: warning: OPENBLAS_CORETYPE is set: OpenBLAS may not use its best kernels\n");
     }
     if (b->gemm) {
         code = bench_gemm(b);
@@ -258,6 +299,7 @@ static int bench_run(bench *b, cli_args *a) {
         double start = cli_now();
         for (; b->done < b->repeat && code == CLI_OK; b->done++) {
             bench_yardsticks(b);
+            bench_settle(b);
             if ((code = bench_once(b, tokens)) != CLI_OK) break;
             cli_progress_since("measuring", (double)(b->done + 1) / (double)b->repeat, start);
         }
@@ -284,7 +326,8 @@ static int sala_bench(int argc, char **argv) {
     cli_start(&a, &bench_command, argc, argv);
     while ((id = cli_next(&a)) > 0) {
         int code = CLI_OK;
-        if (id == BENCH_PROMPT) code = cli_integer("prompt-tokens", a.value, 1, 1 << 24, &b->prompt);
+        if (id == BENCH_PROMPT)
+            code = cli_integer("prompt-tokens", a.value, 1, 1 << 24, &b->prompt);
         if (id == BENCH_GEN) code = cli_integer("gen-tokens", a.value, 1, 1 << 20, &b->gen);
         if (id == BENCH_PARALLEL) code = cli_integer("parallel", a.value, 1, 256, &b->parallel);
         if (id == BENCH_REPEAT) code = cli_integer("repeat", a.value, 1, BENCH_REPEATS, &b->repeat);
