@@ -14,17 +14,18 @@ LDLIBS    = -lm -lpthread
 # EXTRA adds flags to everything: make test EXTRA="-fsanitize=address,undefined" OPT=-O1
 EXTRA    ?=
 B        ?= build
+SALA     ?= sala
 
 # test_x is tests/test_x.c; test_x_fp32 is the same with FP32 activations, to meet the float64 reference.
 TESTS := $(patsubst tests/%.c,%,$(wildcard tests/test_*.c)) test_model_fp32
 
-all: sala
+all: $(SALA)
 
-sala: main.c | $(B)
+$(SALA): main.c | $(B)
 	$(CC) $(CFLAGS) -MF $(B)/sala.d -o $@ main.c $(LDLIBS)
 
-run: sala
-	./sala run
+run: $(SALA)
+	./$(SALA) run
 
 $(B):
 	mkdir -p $(B)
@@ -35,10 +36,16 @@ $(B)/%: tests/%.c | $(B)
 $(B)/%_fp32: tests/%.c | $(B)
 	$(CC) $(CFLAGS) -DSALA_ACT_FP32 -MF $@.d -o $@ $< $(LDLIBS)
 
+# The fuzz targets as plain programs that replay their corpus: past findings stay found.
+FUZZ := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
+
+$(B)/fuzz_%: tests/fuzz/fuzz_%.c | $(B)
+	$(CC) $(CFLAGS) -DREPLAY -MF $@.d -o $@ $< $(LDLIBS)
+
 -include $(B)/*.d
 
-test: sala $(addprefix $(B)/,$(TESTS))
-	sh tests/run.sh $(addprefix $(B)/,$(TESTS))
+test: $(SALA) $(addprefix $(B)/,$(TESTS) $(FUZZ))
+	SALA=./$(SALA) EXTRA="$(EXTRA)" sh tests/run.sh $(addprefix $(B)/,$(TESTS) $(FUZZ))
 
 clean:
 	rm -rf $(B) sala
@@ -52,7 +59,7 @@ help:
 	@echo "make test     build and run all tests that need no GPU"
 	@echo "make format   apply .clang-format"
 	@echo "make clean    remove what was built"
-	@echo "variables: CC, ARCH=native|x86-64-v3|..., OPT=-O3, EXTRA=..., B=build"
+	@echo "variables: CC, ARCH=native|x86-64-v3|..., OPT=-O3, EXTRA=..., B=build, SALA=sala"
 
 .PHONY: all run test clean format help
 .DELETE_ON_ERROR:

@@ -3943,9 +3943,8 @@ static int32_t sala__sample(const sala__sampler *s, const float *logits, int64_t
 #endif
 
 // Vectors of 64 bytes are passed by value, but only between functions that are inlined, so it does
-// not matter that -mavx512f changes how that is done. Ends with the section.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpsabi"
+// not matter that -mavx512f changes how that is done.
+#pragma GCC diagnostic ignored "-Wpsabi" // to the end: GCC gives it where the file ends
 
 #define SALA__INLINE static inline __attribute__((always_inline, unused))
 
@@ -7291,7 +7290,6 @@ SALA_API int sala_check_weights(sala *s, sala_error *err) {
     return sala__weights_check(&s->env, &s->config, &s->weights,
                                s->options.synthetic ? NULL : &s->checkpoint, err);
 }
-#pragma GCC diagnostic pop
 #ifndef __clang__
 #pragma GCC pop_options
 #endif

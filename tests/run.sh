@@ -5,7 +5,7 @@ passed=0 failed=0
 log=$(mktemp) || exit 1
 trap 'rm -f "$log"' EXIT
 run() {
-    echo "== $1"
+    echo "== $*"
     "$@" >"$log" 2>&1
     status=$?
     line=$(grep -E '^[0-9]+ passed, [0-9]+ failed$' "$log" | tail -n 1)
@@ -26,7 +26,23 @@ run() {
         failed=$((failed + 1))
     fi
 }
-for program in "$@"; do run "$program"; done
+replay() { # a fuzz target over its corpus: each file is a test, and a crash a failure
+    corpus=tests/fuzz/corpus/${1##*/fuzz_}
+    echo "== $1 $corpus"
+    if "$1" "$corpus"/* >"$log" 2>&1; then
+        passed=$((passed + $(ls "$corpus" | wc -l)))
+    else
+        tail -n 20 "$log"
+        failed=$((failed + 1))
+    fi
+}
+for program in "$@"; do
+    case $program in
+    */fuzz_*) replay "$program" ;;
+    *) run "$program" ;;
+    esac
+done
 run sh tests/test_cli.sh
+[ -n "${EXTRA:-}" ] || run sh tests/test_dropin.sh # it brings its own flags
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]

@@ -27,7 +27,7 @@ typedef struct fuzz_memory {
     uint64_t calls, fail_at; // fail_at: this allocation fails; 0: none
 } fuzz_memory;
 
-static void *fuzz_allocate(void *user, void *pointer, size_t size) {
+static inline void *fuzz_allocate(void *user, void *pointer, size_t size) {
     fuzz_memory *m = (fuzz_memory *)user;
     if (size == 0) {
         m->live -= pointer != NULL;
@@ -41,14 +41,14 @@ static void *fuzz_allocate(void *user, void *pointer, size_t size) {
     return p;
 }
 
-static void fuzz_log(void *user, int level, const char *line) {
+static inline void fuzz_log(void *user, int level, const char *line) {
     (void)user;
     (void)level;
     REQUIRE(strlen(line) > 0);
 }
 
 // An error is a code and one line of text that is not cut short in the middle of nothing.
-static void fuzz_error(int code, const sala_error *err) {
+static inline void fuzz_error(int code, const sala_error *err) {
     REQUIRE(code < 0 && code >= SALA_E_DEVICE && err->code == code);
     REQUIRE(strlen(err->text) > 10);
 }
