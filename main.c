@@ -334,6 +334,7 @@ typedef struct chat {
     int32_t last;     // the pending token: chosen last and not yet processed; -1: none
     cli_buffer owed;  // int32: what is left of a turn whose reading was interrupted
     int64_t turns;
+    int refused;          // a message did not fit: an exit code, where nobody reads along
     sala_timings timings; // of the last turn
 } chat;
 
@@ -413,6 +414,7 @@ static int chat_turn(chat *c, const char *text) {
                  "/reset begins a new conversation, --context N makes room for more",
                  (long long)c->length, (long long)request.token_count, (long long)info.context);
         cli_free(&tokens);
+        c->refused = 1;
         return CLI_OK;
     }
     g.engine = c->engine;
@@ -483,6 +485,9 @@ static int chat_loop(chat *c) {
         message.size = 0;
     }
     if (terminal && got <= 0) fprintf(stderr, "\n");
+    if (got == 0 && code == CLI_OK && message.size)
+        code = chat_turn(c, message.data); // "...\\" at the end
+    if (code == CLI_OK && !terminal && c->refused) code = CLI_FAILED;
     if (got < 0) code = 128 + (int)cli_signal;
     cli_free(&reader.data);
     cli_free(&message);

@@ -3256,7 +3256,7 @@ typedef struct sala__setting {
 #define SALA__OPTION(field) offsetof(sala_options, field)
 static const sala__setting sala__option_table[] = {
     {"device", SALA__SET_WORD, 0, SALA__OPTION(device), 0, 0, "auto cpu"},
-    {"threads", SALA__SET_INT, 0, SALA__OPTION(threads), 1, 1024, NULL},
+    {"threads", SALA__SET_INT, 0, SALA__OPTION(threads), 1, 256, NULL},
     {"max-sequences", SALA__SET_INT, 0, SALA__OPTION(max_sequences), 1, 256, NULL},
     {"context", SALA__SET_LONG, SALA__SET_SIZE, SALA__OPTION(context), 1, 1 << 30, NULL},
     {"kv-tokens", SALA__SET_LONG, SALA__SET_SIZE, SALA__OPTION(kv_tokens), 1, 1LL << 40, NULL},

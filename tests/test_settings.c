@@ -33,7 +33,7 @@ static double option_value(const sala_options *o, const char *name) {
 
 static const accepted good_options[] = {
     {"threads", "1", 1},
-    {"threads", "1024", 1024},
+    {"threads", "256", 256},
     {"threads", "007", 7},
     {"max-sequences", "256", 256},
     {"max_sequences", "3", 3},
@@ -66,9 +66,9 @@ static const accepted good_options[] = {
 };
 
 static const refusal bad_options[] = {
-    {"threads", "0", "at least 1 and at most 1024"},
+    {"threads", "0", "at least 1 and at most 256"},
     {"threads", "-1", "at least 1"},
-    {"threads", "1025", "at most 1024"},
+    {"threads", "257", "at most 256"},
     {"threads", "1K", "an integer"}, // not a size
     {"threads", "4 ", "\"4 \""},
     {"threads", " 4", "\" 4\""},
@@ -78,10 +78,10 @@ static const refusal bad_options[] = {
     {"threads", "4.0", "an integer"},
     {"threads", "0x10", "an integer"},
     {"threads", "1e2", "an integer"},
-    {"threads", "18446744073709551617", "at most 1024"},  // 2^64 + 1
-    {"threads", "4294967297", "at most 1024"},            // 2^32 + 1
-    {"threads", "18446744073709551620", "at most 1024"},  // 4, if a product could wrap
-    {"threads", "-18446744073709551611", "at most 1024"}, // 5, if a sign could
+    {"threads", "18446744073709551617", "at most 256"},  // 2^64 + 1
+    {"threads", "4294967297", "at most 256"},            // 2^32 + 1
+    {"threads", "18446744073709551620", "at most 256"},  // 4, if a product could wrap
+    {"threads", "-18446744073709551611", "at most 256"}, // 5, if a sign could
     {"threads", "--4", "an integer"},
     {"threads", "-", "an integer"},
     {"threads", NULL, "needs a value"},
@@ -341,7 +341,7 @@ static void whole_options(void) {
     } while (0)
     WRONG(device, "cuda", "device", "auto cpu");
     WRONG(threads, -1, "threads", "at least 1");
-    WRONG(threads, 1025, "threads", "at most 1024");
+    WRONG(threads, 257, "threads", "at most 256");
     WRONG(max_sequences, 257, "max-sequences", "at most 256");
     WRONG(max_sequences, -1, "max-sequences", "-1");
     WRONG(context, -1, "context", "-1");

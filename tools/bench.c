@@ -108,7 +108,7 @@ static double bench_median(const double *x, int n) {
     double sorted[BENCH_REPEATS];
     memcpy(sorted, x, (size_t)n * sizeof *x);
     qsort(sorted, (size_t)n, sizeof *sorted, bench_order);
-    return n ? sorted[n / 2] : 0;
+    return n ? (sorted[(n - 1) / 2] + sorted[n / 2]) / 2 : 0;
 }
 
 // All sequences once; the rates of the whole batch. Returns an exit code.
@@ -338,6 +338,8 @@ static int sala_bench(int argc, char **argv) {
         id = -1;
         break;
     }
+    if (id == 0 && b->gemm && a.json)
+        a.code = cli_fail(id = CLI_USAGE, "--gemm prints a table: --json does not go with it");
     if (id == 0) {
         int64_t need = b->prompt + b->gen + 1;
         if (!a.options.context) a.options.context = need;

@@ -555,7 +555,9 @@ static int cli_shared_option(cli_args *a, const cli_option *o, int table) {
     sala_error err;
     int code;
     switch (o->id) {
-    case 'm': a->model = a->value; return CLI_OK;
+    case 'm':
+        a->model = a->value;
+        return *a->value ? CLI_OK : cli_fail(CLI_USAGE, "--model: the name is empty");
     case 'q': cli_quiet = 1; return CLI_OK;
     case CLI_JSON: a->json = 1; return CLI_OK;
     case CLI_STOP: return cli_set_stop(a, a->value);

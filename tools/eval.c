@@ -230,7 +230,7 @@ static void eval_add_gold(eval_item *item, const sala__json *j, int node) {
         snprintf(number, sizeof number, n->is_integer ? "%.0f" : "%.15g", n->number);
         text = number;
     }
-    if (!text) return;
+    if (!text || !*text) return; // an empty answer would be found in every text
     cli_append(&item->gold, text, strlen(text) + 1);
     item->gold_count++;
 }
@@ -657,6 +657,10 @@ static int eval_ppl(eval_job *job, const cli_buffer *text) {
     bos = n > 0 && info.bos >= 0 && tokens[0] == info.bos;
     at = bos; // of the next text token; a window is BOS and window - bos of them
     int64_t size = job->window ? job->window : info.context - 1;
+    if (size < 2) {
+        sala_free(job->engine, tokens);
+        return cli_fail(CLI_USAGE, "--context: perplexity needs a context of at least 3 tokens");
+    }
     window = (int32_t *)cli_resize(NULL, (size_t)size * sizeof *window);
     while (code == CLI_OK && at < n) {
         int64_t part = n - at < size - bos ? n - at : size - bos;
@@ -698,7 +702,9 @@ static int eval_arguments(cli_args *a, eval_job *job) { // returns 0, or -1: ret
     }
     if (code == CLI_OK && id < 0) return -1;
     if (code == CLI_OK && !job->tasks == !job->ppl)
-        code = cli_fail(CLI_USAGE, "eval needs --tasks FILE or --ppl FILE");
+        code = cli_fail(CLI_USAGE, "eval needs either --tasks FILE or --ppl FILE");
+    if (code == CLI_OK && job->out && !*job->out)
+        code = cli_fail(CLI_USAGE, "--out: the name is empty");
     if (code == CLI_OK && job->window && !job->ppl)
         code = cli_fail(CLI_USAGE, "--window belongs to --ppl");
     if (code == CLI_OK && job->ppl && (job->out || job->only || job->limit))

@@ -39,6 +39,22 @@ typedef struct logits_job {
     cli_output files[3]; // logits, hidden states, blocks
 } logits_job;
 
+// Is an output without a name, or the same file as another or as the input?
+static int logits_paths_clash(const logits_job *job) {
+    const char *all[4] = {job->in, job->paths[0], job->paths[1], job->paths[2]};
+    for (int i = 0; i < 4; i++) {
+        if (all[i] && (!*all[i] || (i > 0 && strcmp(all[i], "-") == 0))) return 1;
+        for (int j = 0; all[i] && j < i; j++) {
+            struct stat x, y;
+            if (!all[j]) continue;
+            if (strcmp(all[i], all[j]) == 0) return 1;
+            if (stat(all[i], &x) < 0 || stat(all[j], &y) < 0 || !S_ISREG(x.st_mode)) continue;
+            if (x.st_dev == y.st_dev && x.st_ino == y.st_ino) return 1;
+        }
+    }
+    return 0;
+}
+
 static int logits_arguments(cli_args *a, logits_job *job) { // returns 0, or -1: return a->code
     int id;
     while ((id = cli_next(a)) > 0) {
@@ -56,6 +72,9 @@ static int logits_arguments(cli_args *a, logits_job *job) { // returns 0, or -1:
     if (id < 0) return -1;
     if (!job->in || !job->paths[0])
         a->code = cli_fail(CLI_USAGE, "logits needs --tokens and --out");
+    else if (logits_paths_clash(job))
+        a->code =
+            cli_fail(CLI_USAGE, "--tokens, --out, --hidden and --blocks must name four files");
     else
         a->code = cli_read_file(job->in, &job->tokens);
     job->count = (int64_t)(job->tokens.size / sizeof(int32_t));
@@ -105,6 +124,10 @@ static int logits_compute(cli_args *a, sala *engine, logits_job *job) {
     int code = CLI_OK, step = 1;
     double start = cli_now();
     sala_get_info(engine, &info);
+    for (int64_t i = 0; i < job->count; i++)
+        if (tokens[i] < 0 || tokens[i] >= info.vocab)
+            return cli_fail(CLI_FAILED, "%s: token %lld is %d, but the vocabulary has %d tokens",
+                            job->in, (long long)i, tokens[i], info.vocab);
     request.tokens = tokens;
     request.token_count = job->step ? 1 : job->count;
     request.force = job->step ? tokens + 1 : NULL;
