@@ -18,6 +18,7 @@ The synthetic weights are made here by an implementation of their own, which so 
 import json
 import os
 import sys
+import tempfile
 
 import numpy as np
 
@@ -140,6 +141,30 @@ def make(name):
           f"exact tie; BF16 activations move the logits by {np.linalg.norm(drift) / np.linalg.norm(result['logits']):.1%}")
 
 
+def check():
+    """Make everything again beside the committed files and compare: 1 when anything differs."""
+    global OUT
+    committed, wrong = OUT, 0
+    with tempfile.TemporaryDirectory() as OUT:
+        for case in CASES:
+            make(case)
+            for name in sorted(os.listdir(os.path.join(OUT, case))):
+                old, new = (open(os.path.join(d, case, name), "rb").read() for d in (committed, OUT))
+                if name.endswith(".f32"):  # sums may be ordered otherwise on another machine
+                    same = len(old) == len(new) and np.allclose(np.frombuffer(old, "<f4"), np.frombuffer(new, "<f4"),
+                                                                rtol=1e-4, atol=1e-5)
+                elif name == "blocks.json":
+                    same = json.loads(old)["blocks"] == json.loads(new)["blocks"]
+                else:
+                    same = old == new
+                if not same:
+                    print(f"{case}/{name} is not what this program makes")
+                    wrong = 1
+    return wrong
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(check())
     for case in sys.argv[1:] or CASES:
         make(case)
