@@ -12,6 +12,7 @@ enum {
     BENCH_REPEAT,
     BENCH_PARALLEL,
     BENCH_GEMM,
+    BENCH_TOKENIZE,
     BENCH_NO_ROOFLINE
 };
 
@@ -21,6 +22,7 @@ static const cli_option bench_options[] = {
     {BENCH_PARALLEL, "parallel", "N", "sequences at once, each with such a prompt (default 1)"},
     {BENCH_REPEAT, "repeat", "N", "repetitions; the best counts, the median is shown (default 5)"},
     {BENCH_GEMM, "gemm", NULL, "the model's matrix products alone, by shape and number of rows"},
+    {BENCH_TOKENIZE, "tokenize", "FILE", "only encode a text file, on one core"},
     {BENCH_NO_ROOFLINE, "no-roofline", NULL, "do not measure read bandwidth and OpenBLAS"},
     {CLI_JSON, "json", NULL, "print one JSON object"},
     {0, NULL, NULL, NULL},
@@ -53,6 +55,7 @@ typedef struct bench_shape { // one distinct matrix product of a forward pass
 typedef struct bench {
     int64_t prompt, gen, parallel, repeat;
     int gemm, roofline;
+    const char *text; // file to encode
     sala *engine;
     bench_shape shapes[BENCH_SHAPES];
     int shape_count, blas_rows;
@@ -271,6 +274,29 @@ static int bench_gemm(bench *b) {
     return cli_signal ? 128 + (int)cli_signal : cli_flush();
 }
 
+static int bench_tokenize(bench *b) { // megabytes a second of sala_tokenize
+    cli_buffer text = {0};
+    sala_error err;
+    int64_t n = 0;
+    double best = 1e30;
+    int code = cli_read_file(b->text, &text);
+    for (int64_t i = 0; i < b->repeat && code == CLI_OK; i++) {
+        int32_t *tokens;
+        double start = cli_now();
+        n = sala_tokenize(b->engine, text.data, text.size, 0, &tokens, &err);
+        best = fmin(best, cli_now() - start);
+        if (n < 0)
+            code = cli_fail(CLI_FAILED, "%s", err.text);
+        else
+            sala_free(b->engine, tokens);
+    }
+    if (code == CLI_OK)
+        printf("tokenize %.2f MB to %lld tokens: %.1f MB/s\n", (double)text.size * 1e-6,
+               (long long)n, (double)text.size * 1e-6 / best);
+    cli_free(&text);
+    return code ? code : cli_flush();
+}
+
 // ---- the command ----
 
 static int bench_run(bench *b, cli_args *a) {
@@ -332,6 +358,7 @@ static int sala_bench(int argc, char **argv) {
         if (id == BENCH_PARALLEL) code = cli_integer("parallel", a.value, 1, 256, &b->parallel);
         if (id == BENCH_REPEAT) code = cli_integer("repeat", a.value, 1, BENCH_REPEATS, &b->repeat);
         if (id == BENCH_GEMM) b->gemm = 1;
+        if (id == BENCH_TOKENIZE) b->text = a.value;
         if (id == BENCH_NO_ROOFLINE) b->roofline = 0;
         if (code == CLI_OK) continue;
         a.code = code;
@@ -347,7 +374,7 @@ static int sala_bench(int argc, char **argv) {
         if (!a.options.kv_tokens) a.options.kv_tokens = (need + 64) * b->parallel;
         if (a.options.kv_tokens < a.options.context) a.options.kv_tokens = a.options.context;
         b->engine = cli_open(&a);
-        if (b->engine) a.code = bench_run(b, &a);
+        if (b->engine) a.code = b->text ? bench_tokenize(b) : bench_run(b, &a);
         sala_close(b->engine);
     }
     free(b);
