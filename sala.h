@@ -6005,7 +6005,13 @@ static int sala__make_plan(sala *s, sala_error *err) {
 
 // The longest single sequence that would fit, everything else being as it is.
 static int64_t sala__longest_context(const sala *s) {
-    sala trial = *s; // measured with other options, never opened
+    sala trial; // measured with other options, never opened
+    memset(&trial, 0, sizeof trial);
+    trial.config = s->config;
+    trial.options = s->options;
+    trial.sparse_layers = s->sparse_layers;
+    trial.lightning_layers = s->lightning_layers;
+    trial.weights.bytes = s->weights.bytes;
     int64_t block = s->config.dims.block, fits = 0, most = ((int64_t)1 << 30) / block;
     while (fits < most) {
         int64_t middle = fits + (most - fits + 1) / 2;
