@@ -374,7 +374,8 @@ t_chat_lines() {
     chat 'What is 3 + 4?' -q && prints '3 + 4 = 7' # without a newline at the end
 }
 t_chat_full() {
-    chat 'What does the cow say?\nWhat is 3 + 4?\n/reset\nWhat is 3 + 4?\n' '-q --context 40' &&
+    # from a pipe a message that was refused shows in the exit code
+    ! chat 'What does the cow say?\nWhat is 3 + 4?\n/reset\nWhat is 3 + 4?\n' '-q --context 40' &&
         says 'the context is full' &&
         says '/reset' && printf 'It says moo.\n3 + 4 = 7\n' | cmp - "$work/out"
 }
