@@ -54,10 +54,12 @@ static void numbers(void) {
 }
 
 static void distances(void) {
-    CHECK(cli_distance("", "abc") == 3, "%d", cli_distance("", "abc"));
-    CHECK(cli_distance("kitten", "sitting") == 3, "%d", cli_distance("kitten", "sitting"));
-    CHECK(cli_distance("seed", "seed") == 0, "%d", cli_distance("seed", "seed"));
-    CHECK(cli_distance("promt", "prompt") == 1, "%d", cli_distance("promt", "prompt"));
+    CHECK(sala__name_distance("", "abc") == 3, "%d", sala__name_distance("", "abc"));
+    CHECK(sala__name_distance("kitten", "sitting") == 3, "%d",
+          sala__name_distance("kitten", "sitting"));
+    CHECK(sala__name_distance("seed", "seed") == 0, "%d", sala__name_distance("seed", "seed"));
+    CHECK(sala__name_distance("promt", "prompt") == 1, "%d",
+          sala__name_distance("promt", "prompt"));
 }
 
 // ---- scoring ----

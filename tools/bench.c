@@ -220,20 +220,13 @@ static void bench_print(const bench *b, int json) {
 
 static double bench_product(bench *b, const sala_weight *w, int rows, const sala_act *x,
                             sala_act *y) { // best seconds
-    sala_gemm_args a;
-    memset(&a, 0, sizeof a);
-    a.rows = rows;
-    a.count = 1;
-    a.x = x;
-    a.w[0] = *w;
-    a.y[0] = y;
     double best = 1e30;
     for (int64_t i = 0; i < b->repeat; i++) {
         if (b->roofline)
             roofline_read(b->buffer, b->buffer_bytes, b->engine->options.threads,
                           1); // empty the caches
         double start = cli_now();
-        sala__op_gemm(&b->engine->cpu, &a);
+        sala__gemm1(b->engine, rows, x, w, y);
         best = fmin(best, cli_now() - start);
     }
     return best;

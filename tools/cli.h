@@ -466,35 +466,18 @@ static const cli_option *cli_find(const cli_command *c, const char *name, int le
     return NULL;
 }
 
-static int cli_distance(const char *a, const char *b) { // single-letter edits between two names
-    int row[64], n = (int)strlen(b);
-    for (int j = 0; j <= n; j++) row[j] = j;
-    for (int i = 0; a[i]; i++) {
-        int diagonal = row[0];
-        row[0] = i + 1;
-        for (int j = 0; j < n; j++) {
-            int best = diagonal + (a[i] != b[j]);
-            diagonal = row[j + 1];
-            if (row[j] + 1 < best) best = row[j] + 1;
-            if (diagonal + 1 < best) best = diagonal + 1;
-            row[j + 1] = best;
-        }
-    }
-    return row[n];
-}
-
 static int cli_unknown(const cli_command *c, const char *name) {
     const char *nearest = NULL;
     int best = (int)strlen(name) / 3 + 2;
     for (int i = 0; i < 4; i++) {
         for (const cli_option *o = cli_table(c, i); o && o->name; o++) {
-            int d = cli_distance(name, o->name);
+            int d = sala__name_distance(o->name, name);
             if (d >= best) continue;
             best = d;
             nearest = o->name;
         }
     }
-    if ((c->groups & CLI_REQUEST) && cli_distance(name, "temp") < best) nearest = "temp";
+    if ((c->groups & CLI_REQUEST) && sala__name_distance("temp", name) < best) nearest = "temp";
     if (nearest)
         return cli_fail(CLI_USAGE, "unknown option --%s; did you mean --%s?", name, nearest);
     return cli_fail(CLI_USAGE, "unknown option --%s; `sala help %s` lists them", name, c->name);
