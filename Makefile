@@ -10,7 +10,7 @@ WARN      = -Wall -Wextra -Wpedantic -Wshadow -Werror -Wno-psabi
 # -std=gnu11: C11 with POSIX names. -march: SIMD and fused multiply-add (10x). -ffp-contract=off: the
 # bit-exact promises want every fma to be written as one. -Wno-psabi: a note of GCC on wide vectors. -MMD: rebuild when a header changes.
 CFLAGS    = -std=gnu11 $(OPT) -march=$(ARCH) -ffp-contract=off $(WARN) -g -MMD $(EXTRA)
-LDLIBS    = -lm -lpthread
+LDLIBS    = -lm -lpthread -ldl
 # EXTRA adds flags to everything: make test EXTRA="-fsanitize=address,undefined" OPT=-O1
 EXTRA    ?=
 B        ?= build
@@ -21,7 +21,7 @@ TESTS := $(patsubst tests/%.c,%,$(wildcard tests/test_*.c)) test_model_fp32
 
 all: $(SALA)
 
-$(SALA): main.c | $(B)
+$(SALA): main.c sala.cu kernels.h | $(B)
 	$(CC) $(CFLAGS) -MF $(B)/sala.d -o $@ main.c $(LDLIBS)
 
 run: $(SALA)
@@ -30,16 +30,16 @@ run: $(SALA)
 $(B):
 	mkdir -p $(B)
 
-$(B)/%: tests/%.c | $(B)
+$(B)/%: tests/%.c sala.cu kernels.h | $(B)
 	$(CC) $(CFLAGS) -MF $@.d -o $@ $< $(LDLIBS)
 
-$(B)/%_fp32: tests/%.c | $(B)
+$(B)/%_fp32: tests/%.c sala.cu kernels.h | $(B)
 	$(CC) $(CFLAGS) -DSALA_ACT_FP32 -MF $@.d -o $@ $< $(LDLIBS)
 
 # The fuzz targets as plain programs that replay their corpus: past findings stay found.
 FUZZ := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
 
-$(B)/fuzz_%: tests/fuzz/fuzz_%.c | $(B)
+$(B)/fuzz_%: tests/fuzz/fuzz_%.c sala.cu kernels.h | $(B)
 	$(CC) $(CFLAGS) -DREPLAY -MF $@.d -o $@ $< $(LDLIBS)
 
 -include $(B)/*.d

@@ -19,17 +19,20 @@ typedef unsigned int uint32_t;
 typedef int int32_t;
 typedef unsigned long long uint64_t;
 typedef long long int64_t;
-#define SALA_FN static __device__ __forceinline__
 #else
 #include <stdint.h>
 #include <string.h>
+#endif
+#ifdef __CUDACC__
+#define SALA_FN static __device__ __forceinline__
+#else
 #define SALA_FN static inline
 #endif
 
 // ---- number formats ----
 
 SALA_FN float sala_bits_f32(uint32_t bits) {
-#ifdef __CUDACC_RTC__
+#ifdef __CUDACC__
     return __uint_as_float(bits);
 #else
     float x;
@@ -39,7 +42,7 @@ SALA_FN float sala_bits_f32(uint32_t bits) {
 }
 
 SALA_FN uint32_t sala_f32_bits(float x) {
-#ifdef __CUDACC_RTC__
+#ifdef __CUDACC__
     return __float_as_uint(x);
 #else
     uint32_t bits;
@@ -233,7 +236,9 @@ typedef struct sala_weight {
 } sala_weight;
 
 // ---- operations: one argument struct each ----
-// Where an operation has a prefill and a verify form (the arithmetic differs), it has two names.
+// Where an operation has a prefill and a verify form (the arithmetic differs), it has two names. On
+// a GPU all pointers are device pointers, `rows` counts are those of the pass's bucket (padding rows
+// are computed, and write to no page, state or node), and matrices are packed (see sala_packed).
 
 // x[r] = act(embed_scale * table[token[r]])
 typedef struct sala_embed_args {
@@ -246,9 +251,9 @@ typedef struct sala_embed_args {
 // cos and sin of position * theta^(-2i/d): FP32 product, full-range functions (model.md 4.3)
 typedef struct sala_rope_args {
     const sala_rows *rows;
-    float theta;
     int32_t dim;
-    float *cos_sin; // [rows, dim/2, 2]
+    const float *frequency; // [dim/2] theta^(-2i/dim)
+    float *cos_sin;         // [rows, dim/2, 2]
 } sala_rope_args;
 
 // x += residual_scale * branch (if there is a branch); y = RMSNorm(x) * weight
@@ -263,8 +268,8 @@ typedef struct sala_norm_args {
 } sala_norm_args;
 
 // y_i[r, n] = sum_k x[r, k] * w_i[n, k] for up to four weights that read the same x. The same bits
-// for every number of rows, thread and place: the order of the sum is fixed by SALA_GEMM_K and
-// SALA_LANES.
+// for every number of rows, thread and place: the order of the sum is fixed by SALA_GEMM_K (and on
+// the CPU SALA_LANES, on a GPU sala_gemm_splits).
 #define SALA_GEMM_MAX 4
 typedef struct sala_gemm_args {
     int32_t rows, count;
@@ -273,6 +278,25 @@ typedef struct sala_gemm_args {
     sala_act *y[SALA_GEMM_MAX]; // [rows, n_i]; or
     float *y_f32;               // [rows, n_0] instead of y[0] (the logits)
 } sala_gemm_args;
+
+// branch = input w^T, then the norm above. A GPU never writes the branch: the blocks that arrive
+// last add up the splits and finish the rows.
+typedef struct sala_gemm_norm_args {
+    const sala_act *input; // [rows, k]
+    sala_weight w;         // [width, k]
+    sala_norm_args norm;   // norm.branch is scratch of the CPU
+    float *partial;        // GPU: [splits, rows, width]
+    int32_t *arrivals;     // GPU: [2] zero before and after
+} sala_gemm_norm_args;
+
+// y = silu(x gate^T) * (x up^T)
+typedef struct sala_gemm_swiglu_args {
+    int32_t rows;
+    const sala_act *x;    // [rows, k]
+    sala_weight gate, up; // [ffn, k]; a GPU has both in gate.data (see sala_packed_pair)
+    sala_act *y;          // [rows, ffn]
+    sala_act *scratch;    // CPU: [rows, ffn]
+} sala_gemm_swiglu_args;
 
 // q, k of a layer in place: RMSNorm over each head (if weights are given), then RoPE (if a table is
 // given)
@@ -285,33 +309,40 @@ typedef struct sala_qk_args {
     sala_act *k;                // [rows, kv_heads, dim]
 } sala_qk_args;
 
-// Lightning attention. State S[key][value] of each head: S = decay * S + k v^T, o = scale * S^T q.
+// Lightning attention. q and k are first normed and rotated as in sala_qk_args. State S[key][value]
+// of each head: S = decay * S + k v^T, o = scale * S^T q.
 // prefill: chunk form, tiles of SALA_TILE. verify: one fma per element and token, in path order:
 // S = fma(k, v, decay * S); first replays the pending path and stores that state.
 typedef struct sala_gla_args {
     const sala_dims *dims;
     const sala_rows *rows;
-    const float *slopes;   // [lin_heads] decay = exp(-slope)
-    const sala_act *q;     // [rows, lin_heads, lin_dim]
-    const sala_act *k, *v; // [rows, lin_kv_heads, lin_dim]
+    sala_weight q_norm, k_norm; // [lin_dim] or data NULL
+    const float *cos_sin;       // [rows, lin_dim/2, 2] or NULL
+    const float *decay;         // [lin_heads] exp(-slope)
+    const float *slopes;        // [lin_heads]
+    sala_act *q;           // [rows, lin_heads, lin_dim] raw (the CPU norms and rotates in place)
+    const sala_act *raw_k; // [rows, lin_kv_heads, lin_dim] as projected
+    sala_act *k;           // [rows, lin_kv_heads, lin_dim] out: normed and rotated
+    const sala_act *v;     // [rows, lin_kv_heads, lin_dim]
     float *state;          // [slots, lin_heads, lin_dim, lin_dim] this layer's pool
     const sala_act *pending_k,
         *pending_v; // [slots, SALA_MAX_PATH, lin_kv_heads, lin_dim] this layer's pool
     sala_act *o;    // [rows, lin_heads, lin_dim]; NULL: only fold the pending paths into the states
+    int32_t tree_slots; // GPU: saved states that a block has shared memory for, 0..8
 } sala_gla_args;
 
 // Prefill: copy k, v of the rows into pages; then the compressed rows that the chunk's tokens
-// complete. Verify: the compressed rows that nodes complete go to `nodes` (whose k, v the
-// projection wrote). Means are summed in position order.
+// complete. Means are summed in position order.
 typedef struct sala_store_args {
     const sala_dims *dims;
     const sala_rows *rows;
-    sala_nodes nodes; // k, v of the rows; verify: tier1, tier2 out
+    sala_nodes nodes; // k, v of the rows
     sala_pages pages;
 } sala_store_args;
 
 // Which blocks a row attends to, one list per K/V head (model.md 8). count: -1 where the row is
-// dense.
+// dense. Verify first makes the compressed rows that nodes complete: nodes.tier1, nodes.tier2.
+// A GPU runs three kernels: normalisers from tier 2, block scores from tier 1, the top k.
 typedef struct sala_select_args {
     const sala_dims *dims;
     const sala_rows *rows;
@@ -320,10 +351,16 @@ typedef struct sala_select_args {
     sala_pages pages;
     int32_t *blocks; // [rows, kv_heads, top_k] ascending
     int32_t *count;  // [rows, kv_heads]
+    // GPU only
+    int32_t capacity;  // blocks that the longest context has
+    float *normaliser; // [rows, heads, ceil(capacity / SALA_SELECT_PART), 2] maximum, sum
+    float *score;      // [rows, kv_heads, capacity]
 } sala_select_args;
 
 // Softmax attention over the listed blocks (all blocks where count is -1), tokens u <= position.
-// Blocks ascending, one running-softmax step a block.
+// Blocks ascending, one running-softmax step a block. Then o = o * sigmoid(gate), after a norm over
+// the row if there are weights. A GPU runs two kernels: parts of SALA_ATTEND_PART list entries, then
+// their combination in list order.
 typedef struct sala_attend_args {
     const sala_dims *dims;
     const sala_rows *rows;
@@ -331,7 +368,13 @@ typedef struct sala_attend_args {
     sala_nodes nodes;
     sala_pages pages;
     const int32_t *blocks, *count; // as sala_select_args
+    sala_weight norm;              // [heads * head_dim] or data NULL
+    const sala_act *gate;          // [rows, heads * head_dim] or NULL
     sala_act *o;                   // [rows, heads, head_dim]
+    // GPU only
+    int32_t parts; // of the longest list: max(top_k, blocks of a dense row) / SALA_ATTEND_PART
+    float *part_o; // [rows, parts, heads, head_dim] sums of exp(s - max) v
+    float *part_max_sum; // [rows, parts, heads, 2]
 } sala_attend_args;
 
 // o = RMSNorm(o) * weight (if given) * sigmoid(gate) (if given), in place
@@ -342,13 +385,6 @@ typedef struct sala_gate_args {
     const sala_act *gate; // [rows, width] or NULL
     sala_act *o;          // [rows, width]
 } sala_gate_args;
-
-// gate = silu(gate) * up, in place
-typedef struct sala_swiglu_args {
-    int32_t rows, width;
-    sala_act *gate;     // [rows, width]
-    const sala_act *up; // [rows, width]
-} sala_swiglu_args;
 
 // After the tokens are chosen. accepted[s] nodes of sequence s become part of it, listed root first
 // in accepted_rows[s]: sparse layers copy K, V and completed rows into pages, lightning layers move
@@ -366,8 +402,8 @@ typedef struct sala_commit_args {
         *pending_v; // [lightning_layers, slots, SALA_MAX_PATH, lin_kv_heads, lin_dim]
 } sala_commit_args;
 
-// The operations in the order in which a token meets them: X(name). The argument struct of `name`
-// is sala_<args>_args; the C body is sala__op_<name>, the kernel sala_<name>.
+// The operations in the order in which a token meets them: X(name, args). The argument struct is
+// sala_<args>_args; the C body is sala__op_<name>.
 #define SALA_OPERATIONS(X)                                                                         \
     X(embed, embed)                                                                                \
     X(rope_table, rope)                                                                            \
@@ -376,12 +412,221 @@ typedef struct sala_commit_args {
     X(qk_norm_rope, qk)                                                                            \
     X(gla_prefill, gla)                                                                            \
     X(gla_verify, gla)                                                                             \
+    X(gate, gate)                                                                                  \
     X(store_prefill, store)                                                                        \
-    X(store_verify, store)                                                                         \
     X(select, select)                                                                              \
     X(attend, attend)                                                                              \
-    X(gate, gate)                                                                                  \
-    X(swiglu, swiglu)                                                                              \
+    X(gemm_norm, gemm_norm)                                                                        \
+    X(gemm_swiglu, gemm_swiglu)                                                                    \
     X(commit, commit)
+
+// ---- sampling: arithmetic that both sides must share ----
+// and that of synthetic weights: the same bits on every machine, so no fma and no library function.
+
+// Order of floats as order of integers; -0 becomes +0. NaN lies beyond both infinities.
+SALA_FN int32_t sala_float_order(float x) {
+    uint32_t u = sala_f32_bits(x + 0.0f);
+    return (int32_t)(u ^ ((uint32_t)((int32_t)u >> 31) & 0x7FFFFFFFu));
+}
+
+// The random 64 bits of (seed, position): Philox4x32, ten rounds, the first two of its four words.
+SALA_FN uint64_t sala_random(uint64_t seed, uint64_t position) {
+    uint32_t c[4] = {(uint32_t)position, (uint32_t)(position >> 32), 0, 0};
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t a = (uint64_t)c[0] * 0xD2511F53u, b = (uint64_t)c[2] * 0xCD9E8D57u;
+        c[0] = (uint32_t)(b >> 32) ^ c[1] ^ k0;
+        c[2] = (uint32_t)(a >> 32) ^ c[3] ^ k1;
+        c[1] = (uint32_t)b;
+        c[3] = (uint32_t)a;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return (uint64_t)c[1] << 32 | c[0];
+}
+
+// floor(r * n / 2^64): a number below n from 64 random bits.
+SALA_FN uint64_t sala_scale_random(uint64_t r, uint64_t n) {
+#ifdef __CUDACC__
+    return __umul64hi(r, n);
+#else
+    __extension__ typedef unsigned __int128 wide;
+    return (uint64_t)((wide)r * n >> 64);
+#endif
+}
+
+// exp(x) for x <= 0, within 2 units in the last place; below -87 as at -87. Cody-Waite reduction
+// (the first product is exact) and Cephes' polynomial: any compiler vectorises it.
+SALA_FN float sala_exp_negative(float x) {
+    float y = x > -87.0f ? x : -87.0f;
+    float shifted = y * 1.44269504f + 12582912.0f; // + 1.5 * 2^23 rounds to an integer
+    float n = shifted - 12582912.0f;
+    float r = (y - n * 0.693359375f) - n * -2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = (p * (r * r) + r) + 1.0f;
+    return p * sala_bits_f32((uint32_t)((int32_t)n + 127) << 23);
+}
+
+// The weight of a token in units of 2^-30; y = (its logit - the largest) / temperature.
+SALA_FN int32_t sala_draw_weight(float y) {
+    return (int32_t)(sala_exp_negative(y) * 1073741824.0f + 0.5f);
+}
+
+// Only a bias of -infinity forbids a token: arithmetic alone never makes a finite logit infinite.
+SALA_FN float sala_finite(float x) { // NaN stays
+    const float most = 0x1.fffffep127f;
+    return x > most ? most : x < -most ? -most : x;
+}
+
+// Bias (infinity: none), repetition, presence and frequency for one token, which was `count` / 2
+// times in the output; `count` is odd if it is in the prompt.
+SALA_FN float sala_adjust(float x, float bias, int32_t count, float repetition, float presence,
+                          float frequency) {
+    const float infinity = sala_bits_f32(0x7F800000u);
+    if (x == -infinity || bias == -infinity) return -infinity;
+    if (bias < infinity) x = sala_finite(x + bias);
+    if (count) x = sala_finite(x > 0 ? x / repetition : x * repetition);
+    if (count > 1) x = sala_finite(x - (presence + (float)(count / 2) * frequency));
+    return x;
+}
+
+// The weight that top-p asks for, of tokens that have the weight `of`; at most `available`, which
+// only rounding can exceed: a double holds sums of 2^23 tokens exactly.
+SALA_FN uint64_t sala_top_p_need(float top_p, uint64_t of, uint64_t available) {
+    double target = (double)top_p * (double)of;
+    uint64_t need = (uint64_t)target;
+    if ((double)need < target || need == 0) need++;
+    return need < available ? need : available;
+}
+
+SALA_FN uint64_t sala_mix64(uint64_t z) { // splitmix64's output function
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+}
+
+// Four elements of a synthetic tensor share a hash; this is one of them: BF16(offset + scale * u),
+// u uniform in (-1, 1).
+SALA_FN uint64_t sala_synthetic_hash(uint64_t seed, uint64_t element) {
+    return sala_mix64(seed + element / 4 * 0x9E3779B97F4A7C15u);
+}
+
+SALA_FN uint16_t sala_synthetic(uint64_t hash, uint64_t element, float scale, float offset) {
+    float u = ((float)(short)(hash >> element % 4 * 16) + 0.5f) * (1.0f / 32768.0f);
+    return sala_f32_bf16(offset + scale * u);
+}
+
+// ---- GPU only ----
+
+// How a matrix [n, k] lies in GPU memory: tiles of 16 rows x 16 k in the order in which the lanes of
+// a warp want them as the A operand of mma.m16n8k16, 16 bytes a lane; the k16 tiles of one row tile
+// follow each other; rows are padded with zeros to a multiple of SALA_GEMM_ROWS, k is a multiple of
+// 64. Inside a run of 32 k, lane c of a quad holds k 8c .. 8c+7, so that the other operand is 16
+// contiguous bytes of a row of x: the dot product does not care about the order inside the run.
+SALA_FN int64_t sala_packed(int32_t n, int32_t k, int32_t columns) { // index of element (n, k)
+    int32_t lane = (n & 7) * 4 + (k >> 3 & 3), piece = k & 7; // piece: 4 * step + 2 * half + low
+    int64_t tile = (int64_t)(n >> 4) * (columns >> 4) + (k >> 5) * 2 + (piece >> 2);
+    return tile * 256 + lane * 8 + (piece >> 1 & 1) * 4 + (n >> 3 & 1) * 2 + (piece & 1);
+}
+
+// gate and up of an MLP as one packed matrix of 2 * ffn rows: eight rows of gate, eight of up, ...
+SALA_FN int32_t sala_packed_pair(int32_t n, int32_t is_up) { // row of the pair that holds row n
+    return (n >> 3) * 16 + is_up * 8 + (n & 7);
+}
+
+#define SALA_GEMM_ROWS 64   // rows of w a block takes at a time
+#define SALA_GEMM_TOKENS 64 // and rows of x
+#define SALA_GEMM_STAGES 6  // of 64 k each, in shared memory
+#define SALA_GEMM_SHARED (SALA_GEMM_STAGES * (SALA_GEMM_ROWS + SALA_GEMM_TOKENS) * 128)
+
+// Into how many sums of consecutive k a block-spanning product is split, by the matrix's shape alone,
+// so that about 256 blocks share it. A row's result is the sum of the splits in order, a split's the
+// sum of its chunks of SALA_GEMM_K in order.
+SALA_FN int32_t sala_gemm_splits(int32_t n, int32_t k) {
+    int32_t tiles = (n + SALA_GEMM_ROWS - 1) / SALA_GEMM_ROWS, splits = 1;
+    while (splits < 8 && tiles * splits < 192 && k % (SALA_GEMM_K * splits * 2) == 0) splits *= 2;
+    return splits;
+}
+
+#define SALA_SELECT_PART 128 // rows of tier 2, or blocks, that one unit of block selection takes
+#define SALA_ATTEND_PART 4   // listed blocks that one unit of attention takes
+
+// Row-major matrix -> packed.
+typedef struct sala_pack_args {
+    const void *from;          // [rows, k] as in the file
+    uint16_t *to;              // BF16, packed
+    int32_t format;            // of `from`: SALA_BF16 ...
+    int32_t first, rows, n, k; // rows first .. first+rows-1 of n; the last call zeroes the padding
+    int32_t pair;              // 0: a matrix; 1: gate, 2: up of a pair; -1: row-major, not packed
+} sala_pack_args;
+
+// Synthetic weights: the numbers that sala__synthetic_fill gives the same tensor. Element (n, k)
+// has number n * columns + k.
+typedef struct sala_fill_args {
+    uint16_t *to;
+    uint64_t seed;
+    float scale, offset;
+    int32_t n, k;
+    int32_t layout; // 0: row-major, 1: packed, 2: gate, 3: up of a packed pair
+} sala_fill_args;
+
+typedef struct sala_read_args { // a benchmark's yardstick: read it all
+    const void *from;
+    int64_t bytes;
+    uint32_t *out; // [1] written when the data is very odd
+} sala_read_args;
+
+// Choosing tokens. One block a row; the steps of sala.h section [6], the same token for the same
+// logits, bit for bit.
+typedef struct sala_sampling { // of one row
+    float temperature;         // 0: greedy
+    float top_p, min_p_log, repetition, presence, frequency;
+    int32_t top_k;
+    int32_t slot;      // of counts and biases; -1: nothing is wanted of this row
+    int32_t penalties; // counts are in use
+    int32_t biased;    // biases are in use
+    uint64_t seed, position;
+} sala_sampling;
+
+#define SALA_SAMPLE_BINS 1024 // of a histogram: as many as the block has threads
+#define SALA_SAMPLE_SHARED (26 * 1024)
+
+typedef struct sala_sample_args {
+    const sala_rows *rows;
+    int32_t vocab;
+    const float *logits;           // [rows, vocab]
+    const sala_sampling *sampling; // [rows]
+    const int32_t *counts;         // [slots, vocab] see sala__sampler
+    const float *biases;           // [slots, vocab]
+    int32_t *weight;               // [rows, vocab] scratch
+    int32_t *token;                // [rows] out, -1: unusable logits
+} sala_sample_args;
+
+// All kernels: X(name, args, threads, blocks a multiprocessor). The kernel is sala_<name>.
+#define SALA_KERNELS(X)                                                                            \
+    X(pack, sala_pack_args, 256, 4)                                                                \
+    X(fill, sala_fill_args, 256, 4)                                                                \
+    X(read, sala_read_args, 256, 4)                                                                \
+    X(embed, sala_embed_args, 256, 2)                                                              \
+    X(rope_table, sala_rope_args, 64, 2)                                                           \
+    X(norm, sala_norm_args, 256, 2)                                                                \
+    X(gemm, sala_gemm_args, 128, 2)                                                                \
+    X(gemm_norm, sala_gemm_norm_args, 128, 2)                                                      \
+    X(gemm_swiglu, sala_gemm_swiglu_args, 128, 2)                                                  \
+    X(qk_norm_rope, sala_qk_args, 128, 2)                                                          \
+    X(gla_verify, sala_gla_args, 128, 4)                                                           \
+    X(gate, sala_gate_args, 256, 2)                                                                \
+    X(select_normaliser, sala_select_args, 256, 2)                                                 \
+    X(select_score, sala_select_args, 256, 2)                                                      \
+    X(select_top, sala_select_args, 1024, 1)                                                       \
+    X(attend, sala_attend_args, 128, 2)                                                            \
+    X(attend_combine, sala_attend_args, 256, 2)                                                    \
+    X(sample, sala_sample_args, 1024, 1)                                                           \
+    X(commit, sala_commit_args, 128, 2)
 
 #endif // SALA_KERNELS_H

@@ -1904,12 +1904,6 @@ static int sala__weights_check(const sala__env *env, const sala__config *c, sala
 
 // ---- synthetic weights: any geometry, no file ----
 
-static uint64_t sala__mix64(uint64_t z) { // splitmix64's output function
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-    return z ^ (z >> 31);
-}
-
 // out[i] = BF16(offset + scale * u), u uniform in (-1, 1) by a hash of (seed, first_element + i):
 // any range may be filled alone and in any order. Each hash gives four elements; computing it for
 // each of them leaves a loop that compilers vectorise.
@@ -1917,38 +1911,45 @@ static void sala__synthetic_fill(uint16_t *out, uint64_t first_element, uint64_t
                                  uint64_t seed, float scale, float offset) {
     for (uint64_t i = 0; i < count; i++) {
         uint64_t element = first_element + i;
-        uint64_t hash = sala__mix64(seed + element / 4 * 0x9E3779B97F4A7C15u);
-        float u = ((float)(int16_t)(hash >> element % 4 * 16) + 0.5f) * (1.0f / 32768.0f);
-        out[i] = sala_f32_bf16(offset + scale * u);
+        out[i] = sala_synthetic(sala_synthetic_hash(seed, element), element, scale, offset);
     }
 }
 
+// Seed, scale and mean of the numbers of item `index`. Variances are such that activations keep
+// their size from layer to layer: norms near 1, linear layers 1/k, the embedding and the head
+// without the model's own multipliers. Sparse q and k are three times as large, so that attention
+// is far from uniform and the choice of blocks means something.
+static void sala__synthetic_shape(const sala__config *c, const sala__weights *w,
+                                  const sala__item *item, uint64_t seed, int index,
+                                  uint64_t *item_seed, float *scale, float *offset) {
+    const sala__layer *l = item->layer < 0 ? NULL : &w->layers[item->layer];
+    double sigma = 1 / sqrt((double)item->k), mean = 0;
+    if (item->k == 1)
+        sigma = 0.1, mean = 1;
+    else if (item->weight == &w->embed)
+        sigma = 1 / (double)c->dims.embed_scale;
+    else if (item->weight == &w->head)
+        sigma *= c->dims.logit_divisor;
+    else if (l && l->sparse && (item->weight == &l->q || item->weight == &l->k))
+        sigma *= 3;
+    *item_seed = sala_mix64(seed + (uint64_t)index);
+    *scale = (float)(sigma * sqrt(3.0)); // a uniform number in (-1, 1) has variance 1/3
+    *offset = (float)mean;
+}
+
 // Fill slice `part` of `parts` of every tensor: threads call it with their own number each.
-// Variances are such that activations keep their size from layer to layer: norms near 1, linear
-// layers 1/k, the embedding and the head without the model's own multipliers. Sparse q and k are
-// three times as large, so that attention is far from uniform and the choice of blocks means
-// something.
 static void sala__weights_fill(const sala__config *c, sala__weights *w, uint64_t seed, int part,
                                int parts) {
     sala__item item;
     for (int i = 0; i < sala__item_count(c); i++) {
         if (!sala__item_at(c, w, i, &item)) continue;
-        const sala__layer *l = item.layer < 0 ? NULL : &w->layers[item.layer];
-        double sigma = 1 / sqrt((double)item.k), mean = 0;
-        if (item.k == 1)
-            sigma = 0.1, mean = 1;
-        else if (item.weight == &w->embed)
-            sigma = 1 / (double)c->dims.embed_scale;
-        else if (item.weight == &w->head)
-            sigma *= c->dims.logit_divisor;
-        else if (l && l->sparse && (item.weight == &l->q || item.weight == &l->k))
-            sigma *= 3;
         uint64_t count = (uint64_t)item.n * (uint64_t)item.k, piece = count / (uint64_t)parts;
         uint64_t from = piece * (uint64_t)part, to = part == parts - 1 ? count : from + piece;
         uint16_t *data = (uint16_t *)(uintptr_t)item.weight->data;
-        float scale = (float)(sigma * sqrt(3.0)); // a uniform number in (-1, 1) has variance 1/3
-        sala__synthetic_fill(data + from, from, to - from, sala__mix64(seed + (uint64_t)i), scale,
-                             (float)mean);
+        uint64_t item_seed;
+        float scale, offset;
+        sala__synthetic_shape(c, w, &item, seed, i, &item_seed, &scale, &offset);
+        sala__synthetic_fill(data + from, from, to - from, item_seed, scale, offset);
     }
 }
 
@@ -3255,7 +3256,7 @@ typedef struct sala__setting {
 
 #define SALA__OPTION(field) offsetof(sala_options, field)
 static const sala__setting sala__option_table[] = {
-    {"device", SALA__SET_WORD, 0, SALA__OPTION(device), 0, 0, "auto cpu"},
+    {"device", SALA__SET_WORD, 0, SALA__OPTION(device), 0, 0, "auto cpu cuda cuda:N"},
     {"threads", SALA__SET_INT, 0, SALA__OPTION(threads), 1, 256, NULL},
     {"max-sequences", SALA__SET_INT, 0, SALA__OPTION(max_sequences), 1, 256, NULL},
     {"context", SALA__SET_LONG, SALA__SET_SIZE, SALA__OPTION(context), 1, 1 << 30, NULL},
@@ -3302,11 +3303,15 @@ typedef struct sala__value { // of a field, by its kind
 
 // ---- reading ----
 
-static int sala__word_index(const char *text, const char *words) { // -1: not one of them
+// Which of the words, -1: none. A word that ends in ":N" stands for up to three digits there.
+static int sala__word_index(const char *text, const char *words) {
     size_t n = strlen(text);
     for (int i = 0;; i++) {
         size_t m = strcspn(words, " ");
-        if (m == n && memcmp(text, words, n) == 0) return i;
+        if (m == n && memcmp(text, words, n) == 0 && text[n - (n > 0)] != 'N') return i;
+        if (m > 2 && words[m - 1] == 'N' && n >= m && n < m + 3 &&
+            memcmp(text, words, m - 1) == 0 && strspn(text + m - 1, "0123456789") == n - m + 1)
+            return i;
         if (!words[m]) return -1;
         words += m + 1;
     }
@@ -3661,86 +3666,30 @@ static void sala__sampler_note(sala__sampler *s, int32_t token, int is_output) {
         s->counts[token] |= 1;
 }
 
-// ---- numbers ----
-
-// Order of floats as order of integers; -0 becomes +0. NaN lies beyond both infinities.
-static inline int32_t sala__float_order(float x) {
-    uint32_t u = sala_f32_bits(x + 0.0f);
-    return (int32_t)(u ^ ((uint32_t)((int32_t)u >> 31) & 0x7FFFFFFFu));
-}
-
-// The random 64 bits of (seed, position): Philox4x32, ten rounds, the first two of its four words.
-static uint64_t sala__random(uint64_t seed, uint64_t position) {
-    uint32_t c[4] = {(uint32_t)position, (uint32_t)(position >> 32), 0, 0};
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < 10; round++) {
-        uint64_t a = (uint64_t)c[0] * 0xD2511F53u, b = (uint64_t)c[2] * 0xCD9E8D57u;
-        c[0] = (uint32_t)(b >> 32) ^ c[1] ^ k0;
-        c[2] = (uint32_t)(a >> 32) ^ c[3] ^ k1;
-        c[1] = (uint32_t)b;
-        c[3] = (uint32_t)a;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    return (uint64_t)c[1] << 32 | c[0];
-}
-
-// floor(r * n / 2^64): a number below n from 64 random bits.
-static uint64_t sala__scale_random(uint64_t r, uint64_t n) {
-    __extension__ typedef unsigned __int128 wide;
-    return (uint64_t)((wide)r * n >> 64);
-}
-
-// exp(x) for x <= 0, within 2 units in the last place; below -87 as at -87. Cody-Waite reduction
-// (the first product is exact) and Cephes' polynomial: any compiler vectorises it.
-static inline float sala__exp_negative(float x) {
-    float y = x > -87.0f ? x : -87.0f;
-    float shifted = y * 1.44269504f + 12582912.0f; // + 1.5 * 2^23 rounds to an integer
-    float n = shifted - 12582912.0f;
-    float r = (y - n * 0.693359375f) - n * -2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = (p * (r * r) + r) + 1.0f;
-    return p * sala_bits_f32((uint32_t)((int32_t)n + 127) << 23);
-}
-
 // ---- the steps ----
 
 // The token of the largest value, of equal ones the lowest id; -1 when a value is NaN or +infinity
 // or all are -infinity. Compilers vectorise an integer maximum, but not one of floats.
 static int32_t sala__sampler_argmax(const float *x, int32_t vocab) {
-    const int32_t low = sala__float_order(-INFINITY), high = sala__float_order(INFINITY);
+    const int32_t low = sala_float_order(-INFINITY), high = sala_float_order(INFINITY);
     int32_t most = low, least = high, token = vocab;
     for (int32_t t = 0; t < vocab; t++) {
-        int32_t k = sala__float_order(x[t]);
+        int32_t k = sala_float_order(x[t]);
         most = k > most ? k : most;
         least = k < least ? k : least;
     }
     if (most == low || most >= high || least < low) return -1;
     for (int32_t t = 0; t < vocab; t++) {
-        int32_t candidate = sala__float_order(x[t]) == most ? t : vocab;
+        int32_t candidate = sala_float_order(x[t]) == most ? t : vocab;
         token = candidate < token ? candidate : token;
     }
     return token;
 }
 
-// Only a bias of -infinity forbids a token: arithmetic alone never makes a finite logit infinite.
-static inline float sala__finite(float x) { // NaN stays
-    return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x;
-}
-
 // Steps 1 to 3 for one token, whose count is `count` (see sala__sampler.counts).
 static inline float sala__adjust(const sala__sampler *s, float x, int32_t token, int32_t count) {
-    float bias = s->biases ? s->biases[token] : INFINITY;
-    if (x == -INFINITY || bias == -INFINITY) return -INFINITY;
-    if (bias < INFINITY) x = sala__finite(x + bias);
-    if (count) x = sala__finite(x > 0 ? x / s->repetition : x * s->repetition);
-    if (count > 1) x = sala__finite(x - (s->presence + (float)(count / 2) * s->frequency));
-    return x;
+    return sala_adjust(x, s->biases ? s->biases[token] : INFINITY, count, s->repetition,
+                       s->presence, s->frequency);
 }
 
 static void sala__sampler_adjust(const sala__sampler *s, const float *logits, const int32_t *path,
@@ -3765,7 +3714,7 @@ static uint64_t sala__sampler_weigh(const sala__sampler *s, const float *x, floa
     uint64_t sum = 0;
     for (int32_t t = 0; t < vocab; t++) {
         float y = (x[t] - largest) / temperature;
-        int32_t w = (int32_t)(sala__exp_negative(y) * 1073741824.0f + 0.5f);
+        int32_t w = sala_draw_weight(y); // of all: no branch, so that it vectorises
         w = y >= min_p_log ? w : 0;
         weight[t] = w;
         sum += (uint32_t)w;
@@ -3791,7 +3740,7 @@ static uint64_t sala__sampler_sum(const int32_t *weight, const int32_t *list, in
 }
 
 static inline uint32_t sala__sampler_key(float x) { // larger for larger x
-    return (uint32_t)sala__float_order(x) ^ 0x80000000u;
+    return (uint32_t)sala_float_order(x) ^ 0x80000000u;
 }
 
 // Shorten the list (ascending ids) to the shortest head of the ranking that has `count` tokens or
@@ -3836,21 +3785,20 @@ static int32_t sala__sampler_cut(const float *x, const int32_t *weight, int32_t 
 // weight.
 static int32_t sala__sampler_keep(const sala__sampler *s, const float *x, float largest,
                                   int32_t *weight, int32_t *list, uint64_t *sum) {
-    double total = (double)sala__sampler_weigh(s, x, largest, weight), share = (double)s->top_p;
+    uint64_t total = sala__sampler_weigh(s, x, largest, weight);
+    double share = (double)s->top_p;
     int cut = s->top_k > 0 || share < 1;
     // A cut nearly always lies near the best token: those within a factor e^8 are tried first.
     float near = cut ? largest - 8 * s->temperature : -INFINITY;
     int32_t n = sala__sampler_gather(x, weight, s->vocab, near, list);
-    if (s->top_k > 0 ? n < s->top_k : (double)sala__sampler_sum(weight, list, n) < share * total)
+    if (s->top_k > 0 ? n < s->top_k
+                     : (double)sala__sampler_sum(weight, list, n) < share * (double)total)
         n = sala__sampler_gather(x, weight, s->vocab, -INFINITY, list);
     if (s->top_k > 0 && n > s->top_k)
         n = sala__sampler_cut(x, weight, list, n, s->top_k, UINT64_MAX);
     *sum = sala__sampler_sum(weight, list, n);
     if (share >= 1) return n;
-    double target = share * (s->top_k > 0 ? (double)*sum : total);
-    uint64_t need = (uint64_t)target;
-    if ((double)need < target || need == 0) need++;
-    if (need > *sum) need = *sum; // only by rounding: a double holds sums of 2^23 tokens exactly
+    uint64_t need = sala_top_p_need(s->top_p, s->top_k > 0 ? *sum : total, *sum);
     n = sala__sampler_cut(x, weight, list, n, n, need);
     *sum = sala__sampler_sum(weight, list, n);
     return n;
@@ -3862,7 +3810,7 @@ static void sala__sampler_report(const sala__sampler *s, const float *logits, fl
                                  int32_t token, float *logprob, sala_logprob *top, int *top_count) {
     const int32_t vocab = s->vocab;
     double sum = 0;
-    for (int32_t t = 0; t < vocab; t++) sum += (double)sala__exp_negative(logits[t] - largest);
+    for (int32_t t = 0; t < vocab; t++) sum += (double)sala_exp_negative(logits[t] - largest);
     double log_sum = log(sum);
     *logprob = (float)((double)logits[token] - (double)largest - log_sum);
     int n = 0;
@@ -3909,7 +3857,7 @@ static int32_t sala__sample(const sala__sampler *s, const float *logits, int64_t
     if (s->temperature > 0) {
         uint64_t sum;
         int32_t n = sala__sampler_keep(s, x, x[token], weight, list, &sum), i = 0;
-        uint64_t at = sala__scale_random(sala__random(s->seed, (uint64_t)position), sum);
+        uint64_t at = sala_scale_random(sala_random(s->seed, (uint64_t)position), sum);
         while (i < n - 1 && at >= (uint32_t)weight[list[i]]) at -= (uint32_t)weight[list[i++]];
         token = list[i];
     }
@@ -4799,8 +4747,7 @@ static void sala__op_rope_table_row(void *context, int64_t r, int thread) {
     (void)thread;
     float *out = a->cos_sin + r * a->dim;
     for (int i = 0; i < a->dim / 2; i++) {
-        float frequency = (float)(1.0 / pow((double)a->theta, 2.0 * i / a->dim));
-        float angle = (float)a->rows->position[r] * frequency;
+        float angle = (float)a->rows->position[r] * a->frequency[i];
         out[2 * i] = (float)cos((double)angle);
         out[2 * i + 1] = (float)sin((double)angle);
     }
@@ -4949,6 +4896,17 @@ typedef struct sala__gla_job {
     const sala_gla_args *a;
 } sala__gla_job;
 
+// What comes before the state: k to its place, norm and rotation of q and k.
+static void sala__gla_inputs(sala__cpu *cpu, const sala_gla_args *a) {
+    const sala_dims *m = a->dims;
+    if (!a->o) return;
+    size_t count = (size_t)a->rows->count * (size_t)m->lin_kv_heads * (size_t)m->lin_dim;
+    if (a->k != a->raw_k) memcpy(a->k, a->raw_k, count * sizeof(sala_act));
+    sala_qk_args qk = {a->rows->count, m->lin_heads, m->lin_kv_heads, m->lin_dim, m->eps,
+                       a->q_norm,      a->k_norm,    a->cos_sin,      a->q,       a->k};
+    sala__op_qk_norm_rope(cpu, &qk);
+}
+
 // One tile of up to 64 tokens in chunk form (model.md 4), for one head, from row `row` of the pass:
 //   o_i = scale (l^(i+1) q_i S + sum_{j<=i} l^(i-j) (q_i.k_j) v_j),  S' = l^C S + sum_j l^(C-1-j)
 //   k_j v_j^T
@@ -5014,6 +4972,7 @@ static void sala__op_gla_prefill_head(void *context, int64_t item, int thread) {
 
 static void sala__op_gla_prefill(sala__cpu *cpu, const sala_gla_args *a) {
     sala__gla_job job = {cpu, a};
+    sala__gla_inputs(cpu, a);
     sala__parallel(cpu, (int64_t)a->rows->seq_count * a->dims->lin_heads, sala__op_gla_prefill_head,
                    &job);
 }
@@ -5029,7 +4988,7 @@ static void sala__op_gla_verify_head(void *context, int64_t item, int thread) {
     int h = (int)(item % nh), g = h / (nh / nkv);
     const sala_seq *s = &a->rows->seqs[item / nh];
     float *state = a->state + ((size_t)s->slot * (size_t)nh + (size_t)h) * (size_t)(d * d);
-    sala__v16 decay = sala__set16((float)exp(-(double)a->slopes[h]));
+    sala__v16 decay = sala__set16(a->decay[h]);
     int nodes = a->o ? s->rows : 0, past = s->pending;
     float *pv = (float *)sala__cpu_scratch(job->cpu, thread); // [pending, d]
     float *v = pv + SALA_MAX_PATH * d, *row = v + SALA_MAX_ROWS * d,
@@ -5080,8 +5039,27 @@ static size_t sala__gla_verify_scratch(const sala_dims *m) { // floats
 
 static void sala__op_gla_verify(sala__cpu *cpu, const sala_gla_args *a) {
     sala__gla_job job = {cpu, a};
+    sala__gla_inputs(cpu, a);
     sala__parallel(cpu, (int64_t)a->rows->seq_count * a->dims->lin_heads, sala__op_gla_verify_head,
                    &job);
+}
+
+static void sala__op_gate_row(void *context, int64_t r, int thread) {
+    const sala_gate_args *a = (const sala_gate_args *)context;
+    sala_act *o = a->o + r * a->width;
+    float inverse = a->norm.data ? sala__rms_inverse(o, a->width, a->eps) : 0;
+    (void)thread;
+    for (int i = 0; i < a->width; i += 16) {
+        sala__v16 v = a->norm.data ? sala__round16(sala__normed16(o, inverse, &a->norm, i))
+                                   : sala__load_act16(o + i);
+        if (a->gate)
+            v = v * sala__round16(sala__sigmoid16(sala__load_act16(a->gate + r * a->width + i)));
+        sala__store_act16(o + i, v);
+    }
+}
+
+static void sala__op_gate(sala__cpu *cpu, const sala_gate_args *a) {
+    sala__parallel(cpu, a->rows, sala__op_gate_row, (void *)(uintptr_t)a);
 }
 
 // ---- sparse attention: keys, values and compressed rows, wherever they lie ----
@@ -5178,10 +5156,6 @@ static void sala__op_store_tiers(void *context, int64_t r, int thread) {
 
 static void sala__op_store_prefill(sala__cpu *cpu, const sala_store_args *a) {
     sala__parallel(cpu, a->rows->count, sala__op_store_copy, (void *)(uintptr_t)a);
-    sala__parallel(cpu, a->rows->count, sala__op_store_tiers, (void *)(uintptr_t)a);
-}
-
-static void sala__op_store_verify(sala__cpu *cpu, const sala_store_args *a) {
     sala__parallel(cpu, a->rows->count, sala__op_store_tiers, (void *)(uintptr_t)a);
 }
 
@@ -5454,6 +5428,8 @@ static void sala__op_select_tile(void *context, int64_t item, int thread) {
 
 static void sala__op_select(sala__cpu *cpu, const sala_select_args *a) {
     sala__select_job job = {cpu, a};
+    sala_store_args store = {a->dims, a->rows, a->nodes, a->pages};
+    if (a->rows->verify) sala__parallel(cpu, a->rows->count, sala__op_store_tiers, &store);
     sala__parallel(cpu, sala__tile_count(a->rows, a->dims->kv_heads), sala__op_select_tile, &job);
 }
 
@@ -5616,44 +5592,52 @@ static void sala__op_attend_tile(void *context, int64_t item, int thread) {
 }
 
 static void sala__op_attend(sala__cpu *cpu, const sala_attend_args *a) {
+    const sala_dims *m = a->dims;
     sala__attend_job job = {cpu, a};
-    sala__parallel(cpu, sala__tile_count(a->rows, a->dims->kv_heads), sala__op_attend_tile, &job);
+    sala__parallel(cpu, sala__tile_count(a->rows, m->kv_heads), sala__op_attend_tile, &job);
+    sala_gate_args gate = {a->rows->count, m->heads * m->head_dim, m->eps, a->norm, a->gate, a->o};
+    if (a->norm.data || a->gate) sala__op_gate(cpu, &gate);
 }
 
-// ---- gates, MLP, commit ----
+// ---- what follows a product; commit ----
 
-static void sala__op_gate_row(void *context, int64_t r, int thread) {
-    const sala_gate_args *a = (const sala_gate_args *)context;
-    sala_act *o = a->o + r * a->width;
-    float inverse = a->norm.data ? sala__rms_inverse(o, a->width, a->eps) : 0;
+static void sala__swiglu_row(void *context, int64_t r, int thread) { // y = silu(y) * scratch
+    const sala_gemm_swiglu_args *a = (const sala_gemm_swiglu_args *)context;
+    int width = a->gate.n;
     (void)thread;
-    for (int i = 0; i < a->width; i += 16) {
-        sala__v16 v = a->norm.data ? sala__round16(sala__normed16(o, inverse, &a->norm, i))
-                                   : sala__load_act16(o + i);
-        if (a->gate)
-            v = v * sala__round16(sala__sigmoid16(sala__load_act16(a->gate + r * a->width + i)));
-        sala__store_act16(o + i, v);
-    }
-}
-
-static void sala__op_gate(sala__cpu *cpu, const sala_gate_args *a) {
-    sala__parallel(cpu, a->rows, sala__op_gate_row, (void *)(uintptr_t)a);
-}
-
-static void sala__op_swiglu_row(void *context, int64_t r, int thread) {
-    const sala_swiglu_args *a = (const sala_swiglu_args *)context;
-    (void)thread;
-    sala_act *gate = a->gate + r * a->width;
-    const sala_act *up = a->up + r * a->width;
-    for (int i = 0; i < a->width; i += 16) {
-        sala__v16 g = sala__load_act16(gate + i);
+    sala_act *y = a->y + r * width;
+    const sala_act *up = a->scratch + r * width;
+    for (int i = 0; i < width; i += 16) {
+        sala__v16 g = sala__load_act16(y + i);
         g = sala__round16(g * sala__sigmoid16(g));
-        sala__store_act16(gate + i, g * sala__load_act16(up + i));
+        sala__store_act16(y + i, g * sala__load_act16(up + i));
     }
 }
 
-static void sala__op_swiglu(sala__cpu *cpu, const sala_swiglu_args *a) {
-    sala__parallel(cpu, a->rows, sala__op_swiglu_row, (void *)(uintptr_t)a);
+static void sala__op_gemm_swiglu(sala__cpu *cpu, const sala_gemm_swiglu_args *a) {
+    sala_gemm_args gemm;
+    memset(&gemm, 0, sizeof gemm);
+    gemm.rows = a->rows;
+    gemm.count = 2;
+    gemm.x = a->x;
+    gemm.w[0] = a->gate;
+    gemm.w[1] = a->up;
+    gemm.y[0] = a->y;
+    gemm.y[1] = a->scratch;
+    sala__op_gemm(cpu, &gemm);
+    sala__parallel(cpu, a->rows, sala__swiglu_row, (void *)(uintptr_t)a);
+}
+
+static void sala__op_gemm_norm(sala__cpu *cpu, const sala_gemm_norm_args *a) {
+    sala_gemm_args gemm;
+    memset(&gemm, 0, sizeof gemm);
+    gemm.rows = a->norm.rows;
+    gemm.count = 1;
+    gemm.x = a->input;
+    gemm.w[0] = a->w;
+    gemm.y[0] = (sala_act *)(uintptr_t)a->norm.branch;
+    sala__op_gemm(cpu, &gemm);
+    sala__op_norm(cpu, &a->norm);
 }
 
 // One accepted node of a sparse layer: K, V and the compressed rows it completed go where prefill
@@ -5732,6 +5716,1237 @@ static void sala__run_cpu(sala__cpu *cpu, int operation, const void *args) {
     default: break;
     }
 }
+//@CUDA_BEGIN@
+/* -----------------------------------------------------------------------------------------------
+   [8] CUDA BACK END, part one: driver, compiler, cache, memory
+
+   Nothing of CUDA is needed to build this file: the driver and NVRTC (CUDA's compiler as a library)
+   are opened at run time, through one table of function pointers. $SALA_CUDA and $SALA_NVRTC name
+   other libraries to use instead; the kernel simulator of the tests is such a library.
+
+   A good guest: the device's primary context is shared with whatever else the process does with
+   CUDA, pushed at the start of a public call and popped at its end (sala__cuda_enter, _leave).
+   Everything below that takes a sala__cuda and touches the device wants to stand between the two,
+   except open and close, which enter by themselves.
+   -------------------------------------------------------------------------------------------- */
+
+#include <dirent.h>
+#include <dlfcn.h>
+#include <glob.h>
+#include <signal.h>
+
+/* The sources of the kernels, for NVRTC. The assembler finds them beside this header through the -I
+   option, or in the folder where the compiler runs. */
+__asm__(".pushsection .rodata\n"
+        "sala__source_cu: .incbin \"sala.cu\"\n .byte 0\n"
+        "sala__source_kernels: .incbin \"kernels.h\"\n .byte 0\n"
+        ".popsection\n");
+extern const char sala__source_cu[] __attribute__((visibility("hidden")));
+extern const char sala__source_kernels[] __attribute__((visibility("hidden")));
+
+// ---- the driver and the compiler, as far as they are used ----
+// Layouts and numbers are those of cuda.h; tests/test_cuda_host.c compares them with a toolkit's.
+
+typedef unsigned sala__cu_result;           // 0: success
+typedef unsigned long long sala__cu_memory; // an address on the device
+typedef int sala__cu_device;
+typedef struct sala__cu_context_body *sala__cu_context;
+typedef struct sala__cu_stream_body *sala__cu_stream;
+typedef struct sala__cu_event_body *sala__cu_event;
+typedef struct sala__cu_module_body *sala__cu_module;
+typedef struct sala__cu_function_body *sala__cu_function;
+typedef struct sala__cu_graph_body *sala__cu_graph;
+typedef struct sala__cu_exec_body *sala__cu_exec; // an instantiated graph
+typedef struct sala__cu_program_body *sala__cu_program;
+
+typedef struct sala__cu_attribute { // CUlaunchAttribute
+    unsigned id;
+    char gap[4];
+    union {
+        char bytes[64];
+        int allowed; // programmatic stream serialisation
+        uint64_t alignment;
+    } value;
+} sala__cu_attribute;
+
+typedef struct sala__cu_launch { // CUlaunchConfig
+    unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+    sala__cu_stream stream;
+    sala__cu_attribute *attributes; // [attribute_count]
+    unsigned attribute_count;
+} sala__cu_launch;
+
+enum { // values of cuda.h
+    SALA__CU_OUT_OF_MEMORY = 2,
+    SALA__CU_NO_DEVICE = 100,
+    SALA__CU_NOT_FOUND = 500,
+    SALA__CU_DEVICE_MULTIPROCESSORS = 16,
+    SALA__CU_DEVICE_MAJOR = 75,
+    SALA__CU_DEVICE_MINOR = 76,
+    SALA__CU_FUNCTION_MAX_DYNAMIC_SHARED = 8,
+    SALA__CU_FUNCTION_CARVEOUT = 9,
+    SALA__CU_STREAM_NON_BLOCKING = 1,
+    SALA__CU_CAPTURE_THREAD_LOCAL = 1,
+    SALA__CU_LAUNCH_PROGRAMMATIC = 6
+};
+
+// X(exported name, parameters); all return a sala__cu_result.
+#define SALA__CU_DRIVER(X)                                                                         \
+    X(cuInit, (unsigned))                                                                          \
+    X(cuDriverGetVersion, (int *))                                                                 \
+    X(cuGetErrorName, (sala__cu_result, const char **))                                            \
+    X(cuGetErrorString, (sala__cu_result, const char **))                                          \
+    X(cuDeviceGetCount, (int *))                                                                   \
+    X(cuDeviceGet, (sala__cu_device *, int))                                                       \
+    X(cuDeviceGetName, (char *, int, sala__cu_device))                                             \
+    X(cuDeviceGetAttribute, (int *, unsigned, sala__cu_device))                                    \
+    X(cuDeviceTotalMem_v2, (size_t *, sala__cu_device))                                            \
+    X(cuDevicePrimaryCtxRetain, (sala__cu_context *, sala__cu_device))                             \
+    X(cuDevicePrimaryCtxRelease_v2, (sala__cu_device))                                             \
+    X(cuCtxPushCurrent_v2, (sala__cu_context))                                                     \
+    X(cuCtxPopCurrent_v2, (sala__cu_context *))                                                    \
+    X(cuMemGetInfo_v2, (size_t *, size_t *))                                                       \
+    X(cuMemAlloc_v2, (sala__cu_memory *, size_t))                                                  \
+    X(cuMemFree_v2, (sala__cu_memory))                                                             \
+    X(cuMemHostAlloc, (void **, size_t, unsigned))                                                 \
+    X(cuMemFreeHost, (void *))                                                                     \
+    X(cuMemcpyHtoDAsync_v2, (sala__cu_memory, const void *, size_t, sala__cu_stream))              \
+    X(cuMemcpyDtoHAsync_v2, (void *, sala__cu_memory, size_t, sala__cu_stream))                    \
+    X(cuMemcpyDtoDAsync_v2, (sala__cu_memory, sala__cu_memory, size_t, sala__cu_stream))           \
+    X(cuMemsetD8Async, (sala__cu_memory, unsigned char, size_t, sala__cu_stream))                  \
+    X(cuStreamCreate, (sala__cu_stream *, unsigned))                                               \
+    X(cuStreamDestroy_v2, (sala__cu_stream))                                                       \
+    X(cuStreamSynchronize, (sala__cu_stream))                                                      \
+    X(cuStreamBeginCapture_v2, (sala__cu_stream, unsigned))                                        \
+    X(cuStreamEndCapture, (sala__cu_stream, sala__cu_graph *))                                     \
+    X(cuGraphInstantiateWithFlags, (sala__cu_exec *, sala__cu_graph, unsigned long long))          \
+    X(cuGraphLaunch, (sala__cu_exec, sala__cu_stream))                                             \
+    X(cuGraphExecDestroy, (sala__cu_exec))                                                         \
+    X(cuGraphDestroy, (sala__cu_graph))                                                            \
+    X(cuModuleLoadData, (sala__cu_module *, const void *))                                         \
+    X(cuModuleUnload, (sala__cu_module))                                                           \
+    X(cuModuleGetFunction, (sala__cu_function *, sala__cu_module, const char *))                   \
+    X(cuFuncSetAttribute, (sala__cu_function, unsigned, int))                                      \
+    X(cuFuncGetAttribute, (int *, unsigned, sala__cu_function))                                    \
+    X(cuLaunchKernelEx, (const sala__cu_launch *, sala__cu_function, void **, void **))            \
+    X(cuEventCreate, (sala__cu_event *, unsigned))                                                 \
+    X(cuEventRecord, (sala__cu_event, sala__cu_stream))                                            \
+    X(cuEventSynchronize, (sala__cu_event))                                                        \
+    X(cuEventElapsedTime, (float *, sala__cu_event, sala__cu_event))                               \
+    X(cuEventDestroy_v2, (sala__cu_event))
+
+#define SALA__CU_COMPILER(X)                                                                       \
+    X(nvrtcVersion, (int *, int *))                                                                \
+    X(nvrtcCreateProgram, (sala__cu_program *, const char *, const char *, int,                    \
+                           const char *const *, const char *const *))                              \
+    X(nvrtcDestroyProgram, (sala__cu_program *))                                                   \
+    X(nvrtcCompileProgram, (sala__cu_program, int, const char *const *))                           \
+    X(nvrtcGetCUBINSize, (sala__cu_program, size_t *))                                             \
+    X(nvrtcGetCUBIN, (sala__cu_program, char *))                                                   \
+    X(nvrtcGetProgramLogSize, (sala__cu_program, size_t *))                                        \
+    X(nvrtcGetProgramLog, (sala__cu_program, char *))
+
+typedef struct sala__cuda_api {
+#define SALA__CU_MEMBER(name, parameters) sala__cu_result(*name) parameters;
+    SALA__CU_DRIVER(SALA__CU_MEMBER)
+    SALA__CU_COMPILER(SALA__CU_MEMBER)
+#undef SALA__CU_MEMBER
+} sala__cuda_api;
+
+typedef struct sala__cu_symbol {
+    const char *name;
+    size_t offset; // of its pointer in sala__cuda_api
+} sala__cu_symbol;
+
+#define SALA__CU_SYMBOL(name, parameters) {#name, offsetof(sala__cuda_api, name)},
+static const sala__cu_symbol sala__cu_driver[] = {SALA__CU_DRIVER(SALA__CU_SYMBOL){NULL, 0}};
+static const sala__cu_symbol sala__cu_compiler[] = {SALA__CU_COMPILER(SALA__CU_SYMBOL){NULL, 0}};
+#undef SALA__CU_SYMBOL
+
+// Fill the table. Returns the first name that the library lacks, or NULL.
+static const char *sala__cuda_symbols(void *library, const sala__cu_symbol *symbol,
+                                      sala__cuda_api *api) {
+    const char *missing = NULL;
+    for (; symbol->name; symbol++) {
+        void *address = dlsym(library, symbol->name);
+        memcpy((char *)api + symbol->offset, &address, sizeof address);
+        if (!address && !missing) missing = symbol->name;
+    }
+    return missing;
+}
+
+// ---- opening a device ----
+
+#define SALA__CUDA_MODULES 8
+
+typedef struct sala__cuda { // zeroed while closed
+    sala__env env;
+    sala__cuda_api api;
+    void *driver, *compiler; // libraries
+    char label[320];         // names it in errors: "cuda:0 (NVIDIA H200)"
+    int driver_version;      // 1000 * major + 10 * minor
+    int compiler_version;    // the same of NVRTC
+    int ordinal;
+    sala__cu_device device;
+    char name[256], architecture[16];  // "NVIDIA H200", "sm_90"
+    int major, minor, multiprocessors; // compute capability
+    size_t total_bytes;                // memory of the device
+    size_t taken_bytes;                // by sala__cuda_alloc
+    sala__cu_context context;          // the primary one, retained
+    sala__cu_stream stream;            // everything runs in it
+    const char *source, *header;       // texts of sala.cu and kernels.h
+    sala__cu_module modules[SALA__CUDA_MODULES];
+    int module_count;
+} sala__cuda;
+
+static const char *sala__cuda_setting(const char *name) { // NULL when unset or empty
+    const char *value = getenv(name);
+    return value && *value ? value : NULL;
+}
+
+// Of the device, in MiB; 0 of 0 when the driver does not say.
+static void sala__cuda_free_memory(const sala__cuda *c, double *free_mib, double *total_mib) {
+    size_t available = 0, total = 0;
+    if (c->api.cuMemGetInfo_v2(&available, &total)) available = total = 0;
+    *free_mib = (double)available / 1048576;
+    *total_mib = (double)total / 1048576;
+}
+
+// 0 for a driver call that succeeded, else an error; `what` says what was being done.
+static int sala__cuda_check(const sala__cuda *c, sala__cu_result r, const char *what,
+                            sala_error *err) {
+    if (r == 0) return 0;
+    const char *name = NULL, *text = NULL, *more = "";
+    char memory[96];
+    if (c->api.cuGetErrorName(r, &name) || !name) name = "unknown";
+    if (c->api.cuGetErrorString(r, &text) || !text) text = "no description";
+    if (r == 214 || r == 220 || r == 700 || r == 702 || r == 709 || r == 710 ||
+        (r >= 714 && r <= 719)) // these leave a context in which nothing works any more
+        more = "; this process can no longer use the device: restart it";
+    if (r == SALA__CU_OUT_OF_MEMORY) {
+        double available, total;
+        sala__cuda_free_memory(c, &available, &total);
+        snprintf(memory, sizeof memory, "; %.0f of its %.0f MiB are free", available, total);
+        if (total > 0) more = memory;
+    }
+    return sala__fail(err, r == SALA__CU_OUT_OF_MEMORY ? SALA_E_MEMORY : SALA_E_DEVICE,
+                      "%s: %s: error %u, %s (%s)%s", c->label, what, r, name, text, more);
+}
+
+static int sala__cuda_enter(const sala__cuda *c, sala_error *err) {
+    return sala__cuda_check(c, c->api.cuCtxPushCurrent_v2(c->context), "entering the context", err);
+}
+
+static void sala__cuda_leave(const sala__cuda *c) {
+    sala__cu_context popped;
+    c->api.cuCtxPopCurrent_v2(&popped);
+}
+
+static void sala__cuda_close(sala__cuda *c) {
+    if (c->context) {
+        if (sala__cuda_enter(c, NULL) == 0) {
+            if (c->stream) c->api.cuStreamSynchronize(c->stream);
+            for (int i = 0; i < c->module_count; i++) c->api.cuModuleUnload(c->modules[i]);
+            if (c->stream) c->api.cuStreamDestroy_v2(c->stream);
+            sala__cuda_leave(c);
+        }
+        c->api.cuDevicePrimaryCtxRelease_v2(c->device);
+    }
+    if (c->compiler) dlclose(c->compiler);
+    if (c->driver) dlclose(c->driver);
+    memset(c, 0, sizeof *c);
+}
+
+// NODELETE: neither library may vanish under threads or exit handlers of its own.
+#define SALA__CUDA_DLOPEN (RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE)
+
+static int sala__cuda_open_driver(sala__cuda *c, sala_error *err) {
+    const char *path = sala__cuda_setting("SALA_CUDA");
+    if (!path) path = "libcuda.so.1";
+    snprintf(c->label, sizeof c->label, "CUDA driver %.256s", path);
+    c->driver = dlopen(path, SALA__CUDA_DLOPEN);
+    if (!c->driver)
+        return sala__fail(err, SALA_E_DEVICE,
+                          "cannot load the CUDA driver: %s; install the NVIDIA driver, or use "
+                          "device cpu",
+                          dlerror());
+    const char *missing = sala__cuda_symbols(c->driver, sala__cu_driver, &c->api);
+    if (c->api.cuDriverGetVersion) c->api.cuDriverGetVersion(&c->driver_version);
+    if (missing || c->driver_version < 12000)
+        return sala__fail(err, SALA_E_DEVICE,
+                          "%s is version %d.%d%s%s, but 12.0 is needed: update the NVIDIA driver",
+                          c->label, c->driver_version / 1000, c->driver_version % 1000 / 10,
+                          missing ? " without " : "", missing ? missing : "");
+    sala__cu_result result = c->api.cuInit(0);
+    return sala__cuda_check(c, result == SALA__CU_NO_DEVICE ? 0 : result, "starting it", err);
+}
+
+static int sala__cuda_open_device(sala__cuda *c, int ordinal, sala_error *err) {
+    int count = 0;
+    if (c->api.cuDeviceGetCount(&count) || count < 1)
+        return sala__fail(err, SALA_E_DEVICE,
+                          "%s finds no device: see what nvidia-smi and CUDA_VISIBLE_DEVICES say, "
+                          "or use device cpu",
+                          c->label);
+    if (ordinal >= count)
+        return sala__fail(err, SALA_E_DEVICE, "there is no device cuda:%d, the last one is cuda:%d",
+                          ordinal, count - 1);
+    c->ordinal = ordinal;
+    int code = sala__cuda_check(c, c->api.cuDeviceGet(&c->device, ordinal), "finding it", err);
+    if (code < 0) return code;
+    c->api.cuDeviceGetName(c->name, (int)sizeof c->name, c->device);
+    snprintf(c->label, sizeof c->label, "cuda:%d (%s)", ordinal, c->name);
+    c->api.cuDeviceTotalMem_v2(&c->total_bytes, c->device);
+    c->api.cuDeviceGetAttribute(&c->multiprocessors, SALA__CU_DEVICE_MULTIPROCESSORS, c->device);
+    c->api.cuDeviceGetAttribute(&c->major, SALA__CU_DEVICE_MAJOR, c->device);
+    c->api.cuDeviceGetAttribute(&c->minor, SALA__CU_DEVICE_MINOR, c->device);
+    // Blackwell's desktop chips have their FP4 instructions only under the name with an "a".
+    snprintf(c->architecture, sizeof c->architecture, "sm_%d%d%s", c->major, c->minor,
+             c->major == 12 && c->minor <= 1 ? "a" : "");
+    if (c->major >= 8) return 0;
+    return sala__fail(err, SALA_E_DEVICE,
+                      "%s has compute capability %d.%d, but 8.0 is needed: use another device, or "
+                      "device cpu",
+                      c->label, c->major, c->minor);
+}
+
+static int sala__cuda_open_context(sala__cuda *c, sala_error *err) {
+    sala__cu_context context;
+    sala__cu_result result = c->api.cuDevicePrimaryCtxRetain(&context, c->device);
+    if (result) return sala__cuda_check(c, result, "creating a context", err);
+    c->context = context;
+    int code = sala__cuda_enter(c, err);
+    if (code < 0) return code;
+    result = c->api.cuStreamCreate(&c->stream, SALA__CU_STREAM_NON_BLOCKING);
+    if (result) c->stream = NULL;
+    code = sala__cuda_check(c, result, "creating a stream", err);
+    sala__cuda_leave(c);
+    return code;
+}
+
+// Take this NVRTC if it fits: it must know the device, and may not be newer than the driver by its
+// first number, or the driver refuses what it makes. compiler_version is 0 when it did not load.
+static int sala__cuda_try_compiler(sala__cuda *c, const char *path, sala_error *err) {
+    int major = 0, minor = 0, need = c->major < 12 ? 12000 : c->minor == 1 ? 12090 : 12080;
+    c->compiler_version = 0;
+    c->compiler = dlopen(path, SALA__CUDA_DLOPEN);
+    if (!c->compiler) return sala__fail(err, SALA_E_DEVICE, "cannot load NVRTC: %s", dlerror());
+    const char *missing = sala__cuda_symbols(c->compiler, sala__cu_compiler, &c->api);
+    if (!missing) c->api.nvrtcVersion(&major, &minor);
+    c->compiler_version = 1000 * major + 10 * minor;
+    if (c->compiler_version >= need && major <= c->driver_version / 1000) return 0;
+    dlclose(c->compiler);
+    c->compiler = NULL;
+    if (c->compiler_version < need)
+        return sala__fail(err, SALA_E_DEVICE,
+                          "%s is NVRTC %d.%d, but %s needs %d.%d: install that, or let SALA_NVRTC "
+                          "name it",
+                          path, major, minor, c->architecture, need / 1000, need % 1000 / 10);
+    return sala__fail(err, SALA_E_DEVICE,
+                      "%s is NVRTC %d.%d, too new for the CUDA driver %d.%d: update the NVIDIA "
+                      "driver, or let SALA_NVRTC name a libnvrtc.so.%d",
+                      path, major, minor, c->driver_version / 1000, c->driver_version % 1000 / 10,
+                      c->driver_version / 1000);
+}
+
+// Try libnvrtc.so.<major> wherever it may lie. `err` keeps the first that does not fit.
+static int sala__cuda_search_compiler(sala__cuda *c, int major, sala_error *err) {
+    static const char *const places[][2] = {
+        {NULL, ""}, // where the loader looks
+        {"CUDA_HOME", "/lib*/"},
+        {"CUDA_PATH", "/lib*/"},
+        {NULL, "/usr/local/cuda/lib64/"},
+        {"CONDA_PREFIX", "/lib/"},
+        {"CONDA_PREFIX", "/lib/python3*/site-packages/nvidia/*/lib/"},
+        {"VIRTUAL_ENV", "/lib/python3*/site-packages/nvidia/*/lib/"},
+        {"HOME", "/.local/lib/python3*/site-packages/nvidia/*/lib/"},
+        {NULL, "/usr/local/lib/python3*/*-packages/nvidia/*/lib/"},
+        {NULL, "/usr/lib/python3*/*-packages/nvidia/*/lib/"},
+    };
+    int found = 0;
+    for (size_t i = 0; i < sizeof places / sizeof places[0] && !found; i++) {
+        const char *base = places[i][0] ? sala__cuda_setting(places[i][0]) : "";
+        if (!base) continue;
+        char path[PATH_MAX];
+        snprintf(path, sizeof path, "%s%slibnvrtc.so.%d", base, places[i][1], major);
+        glob_t paths;
+        if (glob(path, GLOB_NOCHECK, NULL, &paths)) continue;
+        for (size_t k = 0; k < paths.gl_pathc && !found; k++) {
+            sala_error reason;
+            found = sala__cuda_try_compiler(c, paths.gl_pathv[k], &reason) == 0;
+            if (!found && c->compiler_version && err->code == 0) *err = reason;
+        }
+        globfree(&paths);
+    }
+    return found ? 0 : SALA_E_DEVICE;
+}
+
+static int sala__cuda_open_compiler(sala__cuda *c, sala_error *err) {
+    sala_error reason;
+    memset(&reason, 0, sizeof reason);
+    const char *own = sala__cuda_setting("SALA_NVRTC");
+    if (own && sala__cuda_try_compiler(c, own, &reason) == 0) return 0;
+    int newest = c->driver_version / 1000 < 13 ? 13 : c->driver_version / 1000;
+    for (int major = newest; major >= 12 && !own; major--)
+        if (sala__cuda_search_compiler(c, major, &reason) == 0) return 0;
+    if (reason.code) return sala__fail(err, SALA_E_DEVICE, "%s", reason.text);
+    return sala__fail(
+        err, SALA_E_DEVICE,
+        "there is no NVRTC, CUDA's compiler library libnvrtc.so.12 or .13, where the loader "
+        "looks, below $CUDA_HOME or /usr/local/cuda, or among Python's packages: install the CUDA "
+        "toolkit, or `pip install nvidia-cuda-nvrtc-cu12`, or let SALA_NVRTC name the library");
+}
+
+// Open device number `ordinal`. What fails is said in one sentence, and nothing stays open.
+static int sala__cuda_open(const sala__env *env, int ordinal, sala__cuda *c, sala_error *err) {
+    memset(c, 0, sizeof *c);
+    c->env = *env;
+    c->source = sala__source_cu;
+    c->header = sala__source_kernels;
+    int code = sala__cuda_open_driver(c, err);
+    if (code == 0) code = sala__cuda_open_device(c, ordinal, err);
+    if (code == 0) code = sala__cuda_open_compiler(c, err);
+    if (code == 0) code = sala__cuda_open_context(c, err);
+    if (code < 0) sala__cuda_close(c);
+    return code;
+}
+
+enum { SALA__DEVICE_AUTO = 0, SALA__DEVICE_CPU = 1, SALA__DEVICE_CUDA = 2 };
+
+// "auto" (also NULL), "cpu", "cuda" (device 0) or "cuda:N".
+static int sala__parse_device(const char *text, int *kind, int *ordinal, sala_error *err) {
+    *ordinal = 0;
+    *kind = !text || strcmp(text, "auto") == 0 ? SALA__DEVICE_AUTO : SALA__DEVICE_CUDA;
+    if (*kind == SALA__DEVICE_AUTO || strcmp(text, "cuda") == 0) return 0;
+    if (strcmp(text, "cpu") == 0) {
+        *kind = SALA__DEVICE_CPU;
+        return 0;
+    }
+    size_t digits = strncmp(text, "cuda:", 5) == 0 ? strspn(text + 5, "0123456789") : 0;
+    if (digits < 1 || digits > 4 || text[5 + digits])
+        return sala__fail(err, SALA_E_ARGUMENT,
+                          "device: \"%.64s\" is none of auto, cpu, cuda, cuda:N", text);
+    *ordinal = atoi(text + 5);
+    return 0;
+}
+
+// Open the device that an option names. Returns 1 for a GPU (in *c), 0 for the CPU, or an error.
+static int sala__cuda_select(const sala__env *env, const char *text, sala__cuda *c,
+                             sala_error *err) {
+    int kind, ordinal;
+    int code = sala__parse_device(text, &kind, &ordinal, err);
+    if (code < 0 || kind == SALA__DEVICE_CPU) return code;
+    sala_error reason;
+    code = sala__cuda_open(env, ordinal, c, &reason);
+    if (code == 0) return 1;
+    if (kind == SALA__DEVICE_CUDA) return sala__fail(err, code, "%s", reason.text);
+    sala__log(env, SALA_LOG_INFO, "no GPU used: %s", reason.text);
+    return 0;
+}
+
+// ---- memory ----
+// Device memory is taken while the engine opens, and counted. Copies run in the engine's stream.
+
+static int sala__cuda_alloc(sala__cuda *c, size_t bytes, const char *what, sala__cu_memory *memory,
+                            sala_error *err) {
+    char doing[160];
+    snprintf(doing, sizeof doing, "taking %zu MiB for %.100s", bytes >> 20, what);
+    sala__cu_result result = c->api.cuMemAlloc_v2(memory, bytes ? bytes : 1);
+    if (result)
+        *memory = 0;
+    else
+        c->taken_bytes += bytes;
+    return sala__cuda_check(c, result, doing, err);
+}
+
+static void sala__cuda_release(sala__cuda *c, sala__cu_memory memory, size_t bytes) {
+    if (!memory) return;
+    c->api.cuMemFree_v2(memory);
+    c->taken_bytes -= bytes;
+}
+
+// Page-locked memory of the host, for copies that shall overlap with work.
+static int sala__cuda_alloc_host(sala__cuda *c, size_t bytes, const char *what, void **memory,
+                                 sala_error *err) {
+    char doing[160];
+    snprintf(doing, sizeof doing, "locking %zu MiB of host memory for %.100s", bytes >> 20, what);
+    sala__cu_result result = c->api.cuMemHostAlloc(memory, bytes ? bytes : 1, 0);
+    if (result) *memory = NULL;
+    return sala__cuda_check(c, result, doing, err);
+}
+
+static void sala__cuda_release_host(sala__cuda *c, void *memory) {
+    if (memory) c->api.cuMemFreeHost(memory);
+}
+
+static int sala__cuda_fill(sala__cuda *c, sala__cu_memory to, int byte, size_t bytes,
+                           sala_error *err) {
+    return sala__cuda_check(c, c->api.cuMemsetD8Async(to, (unsigned char)byte, bytes, c->stream),
+                            "filling memory", err);
+}
+
+static int sala__cuda_upload(sala__cuda *c, sala__cu_memory to, const void *from, size_t bytes,
+                             sala_error *err) {
+    return sala__cuda_check(c, c->api.cuMemcpyHtoDAsync_v2(to, from, bytes, c->stream),
+                            "copying to the device", err);
+}
+
+// What stands at `to` is whole after the next sala__cuda_wait.
+static int sala__cuda_download(sala__cuda *c, void *to, sala__cu_memory from, size_t bytes,
+                               sala_error *err) {
+    return sala__cuda_check(c, c->api.cuMemcpyDtoHAsync_v2(to, from, bytes, c->stream),
+                            "copying from the device", err);
+}
+
+// Wait for all work of the stream; errors of kernels come to light here.
+static int sala__cuda_wait(sala__cuda *c, sala_error *err) {
+    return sala__cuda_check(c, c->api.cuStreamSynchronize(c->stream), "running kernels", err);
+}
+
+// ---- compiling kernels ----
+// sala.cu is cut into units by #if SALA_UNIT == 0, 1 ...: each is compiled by a thread of its own
+// and makes one cubin: one file of the cache, one module.
+
+#define SALA__CUDA_OPTIONS 32
+
+typedef struct sala__cuda_unit {
+    const sala__cuda *cuda;
+    const char *options[SALA__CUDA_OPTIONS]; // [option_count]
+    int option_count;
+    char architecture[48], number[32]; // two of the options
+    uint64_t key[2];                   // hash of everything that the cubin depends on
+    char *path;                        // in the cache, or NULL
+    char *cubin;                       // [size]
+    size_t size;
+    sala__cu_program program;
+    sala__cu_result result;
+    pthread_t thread;
+    int started, threaded, done;
+} sala__cuda_unit;
+
+// Go on with two hashes of 64 bits, byte by byte.
+static void sala__cuda_hash(uint64_t hash[2], const void *data, size_t size) {
+    const unsigned char *bytes = (const unsigned char *)data;
+    for (size_t i = 0; i < size; i++) {
+        hash[0] = (hash[0] ^ bytes[i]) * 0x100000001B3u;
+        hash[1] = (hash[1] ^ bytes[i]) * 0x9E3779B97F4A7C15u;
+        hash[1] ^= hash[1] >> 32;
+    }
+}
+
+static int sala__cuda_make_unit(const sala__cuda *c, int number, const char *const *options,
+                                int count, const char *folder, sala__cuda_unit *u,
+                                sala_error *err) {
+    memset(u, 0, sizeof *u);
+    if (count + 4 > SALA__CUDA_OPTIONS)
+        return sala__fail(err, SALA_E_ARGUMENT, "%d options are too many for kernels", count);
+    u->cuda = c;
+    snprintf(u->architecture, sizeof u->architecture, "--gpu-architecture=%s", c->architecture);
+    snprintf(u->number, sizeof u->number, "-DSALA_UNIT=%d", number);
+    const char *own[4] = {u->architecture, u->number, "-std=c++17", "--fmad=false"};
+    for (int i = 0; i < 4 + count; i++) u->options[i] = i < 4 ? own[i] : options[i - 4];
+    u->option_count = 4 + count;
+
+    char text[64];
+    snprintf(text, sizeof text, "sala %s, NVRTC %d", SALA_VERSION, c->compiler_version);
+    const char *sources[3] = {text, c->source, c->header};
+    for (int i = 0; i < 3 + u->option_count; i++) { // with its zero: no two lists look alike
+        const char *part = i < 3 ? sources[i] : u->options[i - 3];
+        sala__cuda_hash(u->key, part, strlen(part) + 1);
+    }
+    snprintf(text, sizeof text, "%016llx%016llx.cubin", (unsigned long long)u->key[0],
+             (unsigned long long)u->key[1]);
+    u->path = folder ? sala__join(&c->env, folder, text, NULL) : NULL;
+    return 0;
+}
+
+// The error for a unit that does not compile: NVRTC's log from its first error line on.
+static int sala__cuda_compile_error(const sala__cuda *c, const sala__cuda_unit *u,
+                                    sala_error *err) {
+    size_t size = 0;
+    char *log = NULL;
+    if (u->program && c->api.nvrtcGetProgramLogSize(u->program, &size) == 0)
+        log = (char *)sala__alloc(&c->env, size + 1, 1, "a log", NULL);
+    if (log) c->api.nvrtcGetProgramLog(u->program, log);
+    const char *from = log ? strstr(log, "error") : NULL;
+    while (from && from > log && from[-1] != '\n') from--;
+    for (char *at = log; at && *at; at++)
+        if (*at == '\n') *at = ' ';
+    if (!from) from = log ? log : "no log";
+    int code = sala__fail(err, SALA_E_DEVICE,
+                          "NVRTC %d.%d cannot compile sala.cu for %s, error %u: %.700s",
+                          c->compiler_version / 1000, c->compiler_version % 1000 / 10,
+                          c->architecture, u->result, from);
+    sala__release(&c->env, log);
+    return code;
+}
+
+// ---- the cache of compiled kernels ----
+// One file a cubin in $SALA_CACHE, else $XDG_CACHE_HOME/sala, else ~/.cache/sala; SALA_CACHE=off
+// means none. The name is the key. A file appears whole, by rename; one that is not exactly what
+// would be written is compiled again. Failures here are never errors.
+
+#define SALA__CUDA_PART "sala-part-" // begins the names of files that are being written
+
+typedef struct sala__cuda_head {
+    char magic[8];
+    uint64_t key[2], size, sum[2]; // sum: hash of the cubin
+} sala__cuda_head;
+
+static void sala__cuda_make_head(const sala__cuda_unit *u, const void *cubin, size_t size,
+                                 sala__cuda_head *head) {
+    memset(head, 0, sizeof *head);
+    memcpy(head->magic, "SALACUB1", 8);
+    memcpy(head->key, u->key, sizeof head->key);
+    head->size = size;
+    sala__cuda_hash(head->sum, cubin, size);
+}
+
+// The folder, as a fresh string; NULL: no cache.
+static char *sala__cuda_cache_folder(const sala__env *env) {
+    const char *own = sala__cuda_setting("SALA_CACHE");
+    const char *shared = sala__cuda_setting("XDG_CACHE_HOME"), *home = sala__cuda_setting("HOME");
+    if (own) return strcmp(own, "off") == 0 ? NULL : sala__join(env, own, "", NULL);
+    if (shared) return sala__join(env, shared, "sala", NULL);
+    return home ? sala__join(env, home, ".cache/sala", NULL) : NULL;
+}
+
+static int sala__cuda_cache_read(const sala__env *env, sala__cuda_unit *u) { // 1: taken
+    sala__file file;
+    if (!u->path || sala__map_file(u->path, &file, NULL) < 0) return 0;
+    sala__cuda_head head;
+    const unsigned char *cubin = file.data + sizeof head;
+    size_t size = file.size > (int64_t)sizeof head ? (size_t)file.size - sizeof head : 0;
+    if (size) sala__cuda_make_head(u, cubin, size, &head);
+    int good = size && memcmp(&head, file.data, sizeof head) == 0;
+    if (good) {
+        u->size = size;
+        u->cubin = (char *)sala__alloc(env, size, 1, "compiled kernels", NULL);
+        if (u->cubin) memcpy(u->cubin, cubin, size);
+    } else {
+        sala__log(env, SALA_LOG_INFO, "%s is damaged: compiling again", u->path);
+    }
+    sala__unmap_file(&file);
+    return u->cubin != NULL;
+}
+
+// Make the folder ("/a/b" or "/a/b/"), and remove what processes killed a day ago left in it.
+static void sala__cuda_cache_prepare(const sala__env *env, char *folder) {
+    for (char *slash = folder; (slash = strchr(slash + 1, '/')) != NULL;) {
+        *slash = 0;
+        mkdir(folder, 0700);
+        *slash = '/';
+    }
+    mkdir(folder, 0700);
+    DIR *list = opendir(folder);
+    for (struct dirent *entry; list && (entry = readdir(list)) != NULL;) {
+        if (strncmp(entry->d_name, SALA__CUDA_PART, strlen(SALA__CUDA_PART)) != 0) continue;
+        struct stat st;
+        char *path = sala__join(env, folder, entry->d_name, NULL);
+        if (path && lstat(path, &st) == 0 && time(NULL) - st.st_mtime > 86400) unlink(path);
+        sala__release(env, path);
+    }
+    if (list) closedir(list);
+}
+
+static int sala__cuda_cache_write(const sala__env *env, char *folder, const sala__cuda_unit *u) {
+    sala__cuda_head head;
+    sala__cuda_make_head(u, u->cubin, u->size, &head);
+    sala__cuda_cache_prepare(env, folder);
+    char *part = sala__join(env, folder, SALA__CUDA_PART "XXXXXX", NULL);
+    if (!part || !u->path) return sala__release(env, part), 0;
+    int fd = mkostemp(part, O_CLOEXEC);
+    FILE *file = fd < 0 ? NULL : fdopen(fd, "wb");
+    int good = file && fwrite(&head, sizeof head, 1, file) == 1 &&
+               fwrite(u->cubin, u->size, 1, file) == 1 && fflush(file) == 0 &&
+               rename(part, u->path) == 0;
+    if (!good) {
+        sala__log(env, SALA_LOG_WARNING,
+                  "cannot write the kernel cache in %s: %s; every start will compile until "
+                  "SALA_CACHE names another folder",
+                  folder, strerror(errno));
+        if (fd >= 0) unlink(part);
+    }
+    if (file)
+        fclose(file);
+    else if (fd >= 0)
+        close(fd);
+    sala__release(env, part);
+    return good;
+}
+
+// ---- from source to functions ----
+
+static void *sala__cuda_compile_main(void *argument) {
+    sala__cuda_unit *u = (sala__cuda_unit *)argument;
+    const sala__cuda *c = u->cuda;
+    const char *name = "kernels.h";
+    u->result = c->api.nvrtcCreateProgram(&u->program, c->source, "sala.cu", 1, &c->header, &name);
+    if (u->result)
+        u->program = NULL;
+    else
+        u->result = c->api.nvrtcCompileProgram(u->program, u->option_count, u->options);
+    __atomic_store_n(&u->done, 1, __ATOMIC_RELEASE);
+    return NULL;
+}
+
+// NVRTC does not tell how far it is: show that time passes, four times a second.
+static void sala__cuda_await_units(const sala__cuda *c, const sala__cuda_unit *units, int count) {
+    char what[64];
+    snprintf(what, sizeof what, "compiling kernels for %s", c->architecture);
+    const struct timespec nap = {0, 5000000};
+    double start = sala__now(), shown = -1;
+    for (int busy = 1; busy;) {
+        busy = 0;
+        for (int i = 0; i < count; i++)
+            busy |= units[i].started && !__atomic_load_n(&units[i].done, __ATOMIC_ACQUIRE);
+        double elapsed = sala__now() - start;
+        if (busy && elapsed - shown < 0.25) {
+            nanosleep(&nap, NULL);
+            continue;
+        }
+        sala__progress(&c->env, what, busy ? elapsed / (elapsed + 8) : 1);
+        shown = elapsed;
+    }
+}
+
+static int sala__cuda_take_cubin(const sala__cuda *c, sala__cuda_unit *u, sala_error *err) {
+    if (u->result == 0) u->result = c->api.nvrtcGetCUBINSize(u->program, &u->size);
+    if (u->result) return sala__cuda_compile_error(c, u, err);
+    u->cubin = (char *)sala__alloc(&c->env, u->size, 1, "compiled kernels", err);
+    if (!u->cubin) return SALA_E_MEMORY;
+    u->result = c->api.nvrtcGetCUBIN(u->program, u->cubin);
+    return u->result ? sala__cuda_compile_error(c, u, err) : 0;
+}
+
+// Compile the units that have no cubin. Signals are for the threads of the host.
+static int sala__cuda_build(const sala__cuda *c, sala__cuda_unit *units, int count, char *folder,
+                            sala_error *err) {
+    int code = 0, keep = folder != NULL;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_attr_t attributes; // a compiler wants a large stack, whatever the process's limit
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, (size_t)16 << 20);
+    for (int i = 0; i < count; i++) {
+        sala__cuda_unit *u = &units[i];
+        u->started = u->cubin == NULL;
+        u->threaded =
+            u->started && pthread_create(&u->thread, &attributes, sala__cuda_compile_main, u) == 0;
+        if (u->started && !u->threaded) sala__cuda_compile_main(u);
+    }
+    pthread_attr_destroy(&attributes);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    sala__cuda_await_units(c, units, count);
+    for (int i = 0; i < count; i++) {
+        sala__cuda_unit *u = &units[i];
+        if (u->threaded) pthread_join(u->thread, NULL);
+        if (u->started && code == 0) code = sala__cuda_take_cubin(c, u, err);
+        if (u->started && code == 0 && keep) keep = sala__cuda_cache_write(&c->env, folder, u);
+        if (u->program) c->api.nvrtcDestroyProgram(&u->program);
+    }
+    return code;
+}
+
+// Load the cubins as modules, or none of them.
+static int sala__cuda_load(sala__cuda *c, sala__cuda_unit *units, int count, sala_error *err) {
+    int first = c->module_count;
+    sala__cu_result result = 0;
+    for (int i = 0; i < count && result == 0; i++) {
+        result = c->api.cuModuleLoadData(&c->modules[c->module_count], units[i].cubin);
+        if (result == 0) c->module_count++;
+    }
+    while (result && c->module_count > first) c->api.cuModuleUnload(c->modules[--c->module_count]);
+    return sala__cuda_check(c, result, "loading compiled kernels", err);
+}
+
+// Returns the number of cubins that came from the cache in *cached.
+static int sala__cuda_make_modules(sala__cuda *c, const char *const *options, int option_count,
+                                   int count, int use_cache, int *cached, sala_error *err) {
+    sala__cuda_unit units[SALA__CUDA_MODULES];
+    memset(units, 0, sizeof units);
+    char *folder = sala__cuda_cache_folder(&c->env);
+    int code = 0;
+    *cached = 0;
+    for (int i = 0; i < count && code == 0; i++) {
+        code = sala__cuda_make_unit(c, i, options, option_count, folder, &units[i], err);
+        if (code == 0 && use_cache) *cached += sala__cuda_cache_read(&c->env, &units[i]);
+    }
+    if (code == 0 && *cached < count) code = sala__cuda_build(c, units, count, folder, err);
+    if (code == 0) code = sala__cuda_load(c, units, count, err);
+    for (int i = 0; i < count; i++) {
+        sala__release(&c->env, units[i].cubin);
+        sala__release(&c->env, units[i].path);
+    }
+    sala__release(&c->env, folder);
+    return code;
+}
+
+// Compile (or take from the cache) and load the kernels of sala.cu, cut into `count` units.
+// `options`: -D of this model. May take seconds, with progress; a second call adds modules.
+static int sala__cuda_compile(sala__cuda *c, const char *const *options, int option_count,
+                              int count, sala_error *err) {
+    int cached;
+    if (count < 1 || c->module_count + count > SALA__CUDA_MODULES)
+        return sala__fail(err, SALA_E_ARGUMENT, "%d units of kernels are too many", count);
+    int code = sala__cuda_make_modules(c, options, option_count, count, 1, &cached, err);
+    if (code != SALA_E_DEVICE || cached == 0) return code;
+    sala__log(&c->env, SALA_LOG_INFO, "the driver refuses cached kernels: compiling again");
+    return sala__cuda_make_modules(c, options, option_count, count, 0, &cached, err);
+}
+
+// ---- launching ----
+
+typedef struct sala__cuda_kernel {
+    sala__cu_function function;
+    const char *name;
+} sala__cuda_kernel;
+
+// Find a kernel; `shared_bytes` is the most dynamic shared memory that a launch will ask for.
+static int sala__cuda_get_kernel(sala__cuda *c, const char *name, unsigned shared_bytes,
+                                 sala__cuda_kernel *kernel, sala_error *err) {
+    char doing[160];
+    snprintf(doing, sizeof doing, "preparing the kernel %.64s with %u bytes of shared memory", name,
+             shared_bytes);
+    kernel->name = name;
+    sala__cu_result result = SALA__CU_NOT_FOUND;
+    for (int i = 0; i < c->module_count && result == SALA__CU_NOT_FOUND; i++)
+        result = c->api.cuModuleGetFunction(&kernel->function, c->modules[i], name);
+    if (result == 0)
+        result = c->api.cuFuncSetAttribute(kernel->function, SALA__CU_FUNCTION_MAX_DYNAMIC_SHARED,
+                                           (int)shared_bytes);
+    if (result == 0) // the same for all: to divide its memory anew a multiprocessor must run empty
+        c->api.cuFuncSetAttribute(kernel->function, SALA__CU_FUNCTION_CARVEOUT, 100);
+    return sala__cuda_check(c, result, doing, err);
+}
+
+// Launch a kernel whose one parameter is the struct at `args` (copied). `early`: it may start while
+// the kernel before it still runs (sm_90 and later), and waits by itself: see sala_wait_grid.
+static int sala__cuda_launch(sala__cuda *c, const sala__cuda_kernel *kernel, unsigned grid_x,
+                             unsigned grid_y, unsigned grid_z, unsigned threads,
+                             unsigned shared_bytes, const void *args, int early, sala_error *err) {
+    sala__cu_attribute attribute;
+    memset(&attribute, 0, sizeof attribute);
+    attribute.id = SALA__CU_LAUNCH_PROGRAMMATIC;
+    attribute.value.allowed = 1;
+    unsigned attributes = early && c->major >= 9;
+    sala__cu_launch launch = {grid_x, grid_y,       grid_z,    threads,    1,
+                              1,      shared_bytes, c->stream, &attribute, attributes};
+    void *parameters[1] = {(void *)(uintptr_t)args};
+    sala__cu_result result = c->api.cuLaunchKernelEx(&launch, kernel->function, parameters, NULL);
+    if (result == 0) return 0;
+    char doing[160];
+    snprintf(doing, sizeof doing, "launching %.64s with %u x %u x %u blocks", kernel->name, grid_x,
+             grid_y, grid_z);
+    return sala__cuda_check(c, result, doing, err);
+}
+
+// ---- graphs ----
+// What is launched between begin and end is recorded instead of run.
+
+static int sala__cuda_capture_begin(sala__cuda *c, sala_error *err) {
+    return sala__cuda_check(
+        c, c->api.cuStreamBeginCapture_v2(c->stream, SALA__CU_CAPTURE_THREAD_LOCAL),
+        "beginning a graph", err);
+}
+
+// To be called also when something failed since the beginning, with exec NULL.
+static int sala__cuda_capture_end(sala__cuda *c, sala__cu_exec *exec, sala_error *err) {
+    sala__cu_graph graph = NULL;
+    sala__cu_result result = c->api.cuStreamEndCapture(c->stream, &graph);
+    if (exec && result == 0) result = c->api.cuGraphInstantiateWithFlags(exec, graph, 0);
+    if (exec && result) *exec = NULL;
+    if (graph) c->api.cuGraphDestroy(graph);
+    return exec ? sala__cuda_check(c, result, "making a graph", err) : 0;
+}
+
+static int sala__cuda_graph_launch(sala__cuda *c, sala__cu_exec exec, sala_error *err) {
+    return sala__cuda_check(c, c->api.cuGraphLaunch(exec, c->stream), "launching a graph", err);
+}
+
+static void sala__cuda_graph_free(sala__cuda *c, sala__cu_exec exec) {
+    if (exec) c->api.cuGraphExecDestroy(exec);
+}
+/* -----------------------------------------------------------------------------------------------
+   [9] CUDA BACK END, part two: kernels and their launches
+
+   One function an operation says into how many blocks it is cut; block sizes stand in kernels.h.
+   Grids depend on the bucket (rows and sequences rounded up to a power of two) and on capacities
+   alone, so a recorded graph serves every step of its bucket: what changes lies in the step block,
+   which the graph copies to the device first.
+   -------------------------------------------------------------------------------------------- */
+
+enum {
+#define SALA__KERNEL_ID(name, args, threads, blocks) SALA__KERNEL_##name,
+    SALA_KERNELS(SALA__KERNEL_ID)
+#undef SALA__KERNEL_ID
+        SALA__KERNEL_COUNT
+};
+
+static const struct {
+    const char *name;
+    unsigned threads;
+} sala__kernels[SALA__KERNEL_COUNT] = {
+#define SALA__KERNEL_ROW(name, args, threads, blocks) {"sala_" #name, threads},
+    SALA_KERNELS(SALA__KERNEL_ROW)
+#undef SALA__KERNEL_ROW
+};
+
+typedef struct sala__graph { // a recorded pass
+    int rows, seqs, logits;  // of its bucket; with logits and sampling
+    sala__cu_exec exec;
+} sala__graph;
+
+#define SALA__GRAPHS 40
+#define SALA__SHARED_MOST 101376 // bytes a block may have on the smallest of our targets
+
+typedef struct sala__gpu {
+    sala__cuda cuda;
+    const sala_dims *dims;
+    int multiprocessors;
+    int rows, seqs; // bucket of the pass that is being launched
+    int tree_slots; // saved states of branching trees, see sala_gla_verify; 0 for chains
+    int early;      // kernels may start while the one before them ends (PDL)
+    int only;       // benchmarks: 1 + the one kernel that is launched, 0: all
+    int launches;
+    sala__cuda_kernel kernels[SALA__KERNEL_COUNT];
+    sala_error error; // the first of a pass's launches
+    sala__graph graphs[SALA__GRAPHS];
+    int graph_count;
+    sala__cu_memory *taken; // [taken_count] everything that was allocated
+    size_t taken_count, taken_capacity;
+} sala__gpu;
+
+static void sala__launch(sala__gpu *g, int kernel, unsigned x, unsigned y, unsigned z,
+                         size_t shared, const void *args, size_t args_size) {
+    (void)args_size;
+    if (g->error.code || x == 0 || y == 0 || z == 0 || (g->only && g->only != kernel + 1)) return;
+    g->launches++;
+    sala__cuda_launch(&g->cuda, &g->kernels[kernel], x, y, z, sala__kernels[kernel].threads,
+                      (unsigned)shared, args, g->early, &g->error);
+}
+
+// Device memory until sala__gpu_close.
+static void *sala__gpu_take(sala__gpu *g, size_t bytes, const char *what, sala_error *err) {
+    sala__cu_memory memory;
+    if (sala__grow(&g->cuda.env, (void **)&g->taken, &g->taken_capacity, g->taken_count + 1,
+                   sizeof *g->taken, "a list of allocations", err) < 0)
+        return NULL;
+    if (sala__cuda_alloc(&g->cuda, bytes, what, &memory, err) < 0) return NULL;
+    g->taken[g->taken_count++] = memory;
+    return (void *)(uintptr_t)memory;
+}
+
+static sala__cu_memory sala__on_gpu(const void *pointer) {
+    return (sala__cu_memory)(uintptr_t)pointer;
+}
+
+#define SALA__GLA_SHARED 19472    // without saved states; sizeof(sala_gla_shared) in sala.cu
+#define SALA__GLA_SAVED (8 << 10) // one saved state of a block
+
+static void sala__launch_embed(sala__gpu *g, const sala_embed_args *a) {
+    sala__launch(g, SALA__KERNEL_embed, g->rows, 1, 1, 0, a, sizeof *a);
+}
+
+static void sala__launch_rope_table(sala__gpu *g, const sala_rope_args *a) {
+    sala__launch(g, SALA__KERNEL_rope_table, g->rows, 1, 1, 0, a, sizeof *a);
+}
+
+static void sala__launch_qk_norm_rope(sala__gpu *g, const sala_qk_args *a) {
+    int heads = a->rows * (a->heads + a->kv_heads); // four a block
+    sala__launch(g, SALA__KERNEL_qk_norm_rope, (heads + 3) / 4, 1, 1, 0, a, sizeof *a);
+}
+
+static void sala__launch_gate(sala__gpu *g, const sala_gate_args *a) {
+    sala__launch(g, SALA__KERNEL_gate, a->rows, 1, 1, 8 * 4, a, sizeof *a); // a float a warp
+}
+
+// A block takes 16 columns of one head of one sequence.
+static void sala__launch_gla_verify(sala__gpu *g, const sala_gla_args *a) {
+    sala_gla_args with = *a;
+    with.tree_slots = g->tree_slots < 8 ? g->tree_slots : 8; // owners are eight bytes of a word
+    sala__launch(g, SALA__KERNEL_gla_verify, g->dims->lin_heads * (g->dims->lin_dim / 16), g->seqs,
+                 1, SALA__GLA_SHARED + with.tree_slots * SALA__GLA_SAVED, &with, sizeof with);
+}
+
+// Paths cannot be longer than the pass has rows.
+static void sala__launch_commit(sala__gpu *g, const sala_commit_args *a) {
+    int path = g->rows < SALA_MAX_PATH ? g->rows : SALA_MAX_PATH;
+    sala__launch(g, SALA__KERNEL_commit, a->sparse_layers + a->lightning_layers, g->seqs, path, 0,
+                 a, sizeof *a);
+}
+
+static void sala__launch_norm(sala__gpu *g, const sala_norm_args *a) {
+    sala__launch(g, SALA__KERNEL_norm, a->rows, 1, 1, 8 * 4, a, sizeof *a); // a float a warp
+}
+
+// Blocks of a product: one for each item, at most two a multiprocessor (gemm_norm counts on that).
+static unsigned sala__weight_grid(const sala__gpu *g, int rows, int64_t tiles) {
+    int64_t items = tiles * ((rows + SALA_GEMM_TOKENS - 1) / SALA_GEMM_TOKENS);
+    int64_t most = 2 * (int64_t)g->multiprocessors;
+    return (unsigned)(items < most ? items : most);
+}
+
+static int sala__weight_tiles(int n) {
+    return (n + SALA_GEMM_ROWS - 1) / SALA_GEMM_ROWS;
+}
+
+static void sala__launch_gemm(sala__gpu *g, const sala_gemm_args *a) {
+    int64_t tiles = 0;
+    for (int i = 0; i < a->count; i++) tiles += sala__weight_tiles(a->w[i].n);
+    sala__launch(g, SALA__KERNEL_gemm, sala__weight_grid(g, a->rows, tiles), 1, 1, SALA_GEMM_SHARED,
+                 a, sizeof *a);
+}
+
+static void sala__launch_gemm_norm(sala__gpu *g, const sala_gemm_norm_args *a) {
+    int tiles = sala__weight_tiles(a->w.n) * sala_gemm_splits(a->w.n, a->w.k);
+    sala__launch(g, SALA__KERNEL_gemm_norm, sala__weight_grid(g, a->norm.rows, tiles), 1, 1,
+                 SALA_GEMM_SHARED, a, sizeof *a);
+}
+
+static void sala__launch_gemm_swiglu(sala__gpu *g, const sala_gemm_swiglu_args *a) {
+    int tiles = sala__weight_tiles(2 * a->gate.n);
+    sala__launch(g, SALA__KERNEL_gemm_swiglu, sala__weight_grid(g, a->rows, tiles), 1, 1,
+                 SALA_GEMM_SHARED, a, sizeof *a);
+}
+
+// ---- launches: sparse attention ----
+
+#define SALA_SELECT_NORMALISER_SHARED 1280 // sizes of the kernels' structs of shared memory
+#define SALA_SELECT_SCORE_SHARED 2176
+#define SALA_SELECT_TOP_SHARED 33280
+#define SALA_ATTEND_SHARED 66048
+#define SALA_ATTEND_COMBINE_SHARED(heads) (128 + 256 * (heads))
+
+// Blocks of a kernel whose `items` units are dealt out by stride: enough to fill the device.
+static int sala__dealt_blocks(const sala__gpu *g, int64_t items, int a_multiprocessor) {
+    int64_t most = (int64_t)g->multiprocessors * a_multiprocessor;
+    return (int)(items < most ? items : most);
+}
+
+static void sala__launch_select(sala__gpu *g, const sala_select_args *a) {
+    int64_t lists = (int64_t)g->rows * g->dims->kv_heads;
+    int64_t parts = (a->capacity + SALA_SELECT_PART - 1) / SALA_SELECT_PART;
+    sala__launch(g, SALA__KERNEL_select_normaliser, sala__dealt_blocks(g, lists * (1 + parts), 2),
+                 1, 1, SALA_SELECT_NORMALISER_SHARED, a, sizeof *a);
+    sala__launch(g, SALA__KERNEL_select_score, sala__dealt_blocks(g, lists * parts, 2), 1, 1,
+                 SALA_SELECT_SCORE_SHARED, a, sizeof *a);
+    sala__launch(g, SALA__KERNEL_select_top, (int)lists, 1, 1, SALA_SELECT_TOP_SHARED, a,
+                 sizeof *a);
+}
+
+static void sala__launch_attend(sala__gpu *g, const sala_attend_args *a) {
+    int64_t items = (int64_t)g->rows * g->dims->kv_heads * a->parts;
+    int shares = a->norm.data ? 1 : (g->dims->heads + 7) / 8; // a norm needs the whole row
+    sala__launch(g, SALA__KERNEL_attend, sala__dealt_blocks(g, items, 2), 1, 1, SALA_ATTEND_SHARED,
+                 a, sizeof *a);
+    sala__launch(g, SALA__KERNEL_attend_combine, g->rows, shares, 1,
+                 SALA_ATTEND_COMBINE_SHARED(g->dims->heads), a, sizeof *a);
+}
+
+// Row tiles of 16 packed rows (of eight, in a pair) from `first` to `end` times the runs of 32 k,
+// a warp each.
+static int32_t sala__packed_blocks(int32_t first, int32_t end, int32_t n, int32_t k, int32_t pair) {
+    int32_t rows = pair ? 8 : 16, to = pair ? SALA_GEMM_ROWS / 2 : SALA_GEMM_ROWS;
+    if (end == n) end = (n + to - 1) / to * to; // the last call zeroes the padding
+    int32_t tiles = (end + rows - 1) / rows - first / rows;
+    return (tiles * (k / 32) + 7) / 8;
+}
+
+static int32_t sala__row_major_blocks(int64_t count) { // eight elements a thread
+    return (int32_t)((count + 2047) / 2048);
+}
+
+static void sala__launch_pack(sala__gpu *g, const sala_pack_args *a) {
+    if (a->rows == 0) return;
+    int32_t blocks = sala__row_major_blocks((int64_t)a->rows * a->k);
+    if (a->pair >= 0)
+        blocks = sala__packed_blocks(a->first, a->first + a->rows, a->n, a->k, a->pair);
+    sala__launch(g, SALA__KERNEL_pack, (unsigned)blocks, 1, 1, 0, a, sizeof *a);
+}
+
+static void sala__launch_fill(sala__gpu *g, const sala_fill_args *a) {
+    int32_t blocks = sala__row_major_blocks((int64_t)a->n * a->k);
+    if (a->layout) blocks = sala__packed_blocks(0, a->n, a->n, a->k, a->layout - 1);
+    sala__launch(g, SALA__KERNEL_fill, (unsigned)blocks, 1, 1, 0, a, sizeof *a);
+}
+
+static void sala__launch_sample(sala__gpu *g, const sala_sample_args *a) {
+    sala__launch(g, SALA__KERNEL_sample, (unsigned)g->rows, 1, 1, SALA_SAMPLE_SHARED, a, sizeof *a);
+}
+
+// The verify form of every operation; prefill goes through it as chains of nodes.
+static void sala__run_gpu(sala__gpu *g, int operation, const void *args) {
+    switch (operation) {
+    case SALA__OP_embed: sala__launch_embed(g, (const sala_embed_args *)args); break;
+    case SALA__OP_rope_table: sala__launch_rope_table(g, (const sala_rope_args *)args); break;
+    case SALA__OP_norm: sala__launch_norm(g, (const sala_norm_args *)args); break;
+    case SALA__OP_gemm: sala__launch_gemm(g, (const sala_gemm_args *)args); break;
+    case SALA__OP_qk_norm_rope: sala__launch_qk_norm_rope(g, (const sala_qk_args *)args); break;
+    case SALA__OP_gla_verify: sala__launch_gla_verify(g, (const sala_gla_args *)args); break;
+    case SALA__OP_gate: sala__launch_gate(g, (const sala_gate_args *)args); break;
+    case SALA__OP_select: sala__launch_select(g, (const sala_select_args *)args); break;
+    case SALA__OP_attend: sala__launch_attend(g, (const sala_attend_args *)args); break;
+    case SALA__OP_gemm_norm: sala__launch_gemm_norm(g, (const sala_gemm_norm_args *)args); break;
+    case SALA__OP_gemm_swiglu:
+        sala__launch_gemm_swiglu(g, (const sala_gemm_swiglu_args *)args);
+        break;
+    case SALA__OP_commit: sala__launch_commit(g, (const sala_commit_args *)args); break;
+    default: sala__fail(&g->error, SALA_E_DEVICE, "operation %d has no kernel", operation); break;
+    }
+}
+
+// What the kernels were not written for, by the names of config.json.
+static int sala__gpu_supports(const sala_dims *m, sala_error *err) {
+    const struct {
+        int ok;
+        const char *what;
+        int value;
+        const char *needed;
+    } rules[] = {
+        {m->head_dim == 128, "head_dim", m->head_dim, "128"},
+        {m->lin_dim == 128, "lightning_head_dim", m->lin_dim, "128"},
+        {m->kernel == 32, "kernel_size", m->kernel, "32"},
+        {m->stride == 16, "kernel_stride", m->stride, "16"},
+        {m->block == 64, "block_size", m->block, "64"},
+        {m->heads / m->kv_heads <= 16, "num_attention_heads / num_key_value_heads",
+         m->heads / m->kv_heads, "at most 16"},
+        {m->hidden % 64 == 0, "hidden_size", m->hidden, "a multiple of 64"},
+        {m->ffn % 64 == 0, "intermediate_size", m->ffn, "a multiple of 64"},
+    };
+    for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++)
+        if (!rules[i].ok)
+            return sala__fail(err, SALA_E_MODEL,
+                              "%s is %d, but the CUDA kernels need %s; use device cpu",
+                              rules[i].what, rules[i].value, rules[i].needed);
+    return 0;
+}
+
+// The model's shape as -DSALA_DIMS=..., in the order of the struct's members.
+static void sala__gpu_dims_option(const sala_dims *m, char out[1024]) {
+    const int32_t *integers = &m->vocab;
+    const float *floats = &m->eps;
+    const int integer_count = (int)(offsetof(sala_dims, eps) / sizeof(int32_t));
+    const int float_count = (int)((sizeof(sala_dims) - offsetof(sala_dims, eps)) / sizeof(float));
+    int n = snprintf(out, 1024, "-DSALA_DIMS=");
+    for (int i = 0; i < integer_count; i++)
+        n += snprintf(out + n, (size_t)(1024 - n), "%d,", (int)integers[i]);
+    for (int i = 0; i < float_count; i++)
+        n += snprintf(out + n, (size_t)(1024 - n), "%af%s", (double)floats[i],
+                      i + 1 < float_count ? "," : "");
+}
+
+#define SALA__GPU_UNITS 2 // NVRTC programs that are compiled side by side
+
+static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) { // inside enter
+    char dims_option[1024];
+    const char *options[] = {dims_option};
+    g->dims = dims;
+    g->multiprocessors = g->cuda.multiprocessors;
+    g->early = 1;
+    sala__gpu_dims_option(dims, dims_option);
+    int code = sala__cuda_compile(&g->cuda, options, 1, SALA__GPU_UNITS, err);
+    for (int i = 0; i < SALA__KERNEL_COUNT && code == 0; i++)
+        code = sala__cuda_get_kernel(&g->cuda, sala__kernels[i].name, SALA__SHARED_MOST,
+                                     &g->kernels[i], err);
+    return code;
+}
+
+static void sala__gpu_close(sala__gpu *g) {
+    sala__env env = g->cuda.env;
+    if (g->cuda.context && sala__cuda_enter(&g->cuda, NULL) == 0) {
+        sala__cuda_wait(&g->cuda, NULL);
+        for (int i = 0; i < g->graph_count; i++) sala__cuda_graph_free(&g->cuda, g->graphs[i].exec);
+        for (size_t i = 0; i < g->taken_count; i++) sala__cuda_release(&g->cuda, g->taken[i], 0);
+        sala__cuda_leave(&g->cuda);
+    }
+    sala__release(&env, g->taken);
+    sala__cuda_close(&g->cuda);
+    memset(g, 0, sizeof *g);
+}
+
+// ---- weights on the device ----
+
+static sala_weight *sala__gate_of(const sala__item *item, sala__weights *w) {
+    sala__layer *l = item->layer < 0 ? NULL : &w->layers[item->layer];
+    return l && item->weight == &l->mlp_up ? &l->mlp_gate : NULL; // where an up projection goes
+}
+
+// How item lies there: 0 a vector, 1 a packed matrix, 2 and 3 the two of a packed pair.
+static int sala__gpu_layout(const sala__item *item, sala__weights *w) {
+    if (item->k == 1) return 0;
+    if (sala__gate_of(item, w)) return 3;
+    return item->layer >= 0 && item->weight == &w->layers[item->layer].mlp_gate ? 2 : 1;
+}
+
+static int64_t sala__gpu_weight_bytes(const sala__item *item, int layout) {
+    int64_t n = item->n;
+    if (layout > 0) n = (n + SALA_GEMM_ROWS - 1) / SALA_GEMM_ROWS * SALA_GEMM_ROWS;
+    return layout == 3 ? 0 : n * item->k * 2 * (layout == 2 ? 2 : 1);
+}
+
+static int64_t sala__gpu_weights_total(const sala__config *c, sala__weights *w) {
+    sala__item item;
+    int64_t bytes = 0;
+    for (int i = 0; i < sala__item_count(c); i++)
+        if (sala__item_at(c, w, i, &item))
+            bytes += sala__gpu_weight_bytes(&item, sala__gpu_layout(&item, w));
+    return bytes;
+}
+
+#define SALA__SLAB ((int64_t)64 << 20) // bytes of a matrix that pass through the device at a time
+
+// A matrix (or vector) of the files to the device: slabs of rows as they are, packed there.
+static void sala__gpu_upload(sala__gpu *g, const sala_weight *from, void *slab, void *to,
+                             int layout, sala_error *err) {
+    int64_t row = (int64_t)from->k * (from->format == SALA_F32 ? 4 : 2);
+    int32_t most = (int32_t)(SALA__SLAB / row) < from->n ? (int32_t)(SALA__SLAB / row) : from->n;
+    for (int32_t first = 0; first < from->n && !g->error.code; first += most) {
+        int32_t rows = from->n - first < most ? from->n - first : most;
+        sala_pack_args a = {slab, (uint16_t *)to, from->format, first,
+                            rows, from->n,        from->k,      layout == 0 ? -1 : layout - 1};
+        if (sala__cuda_upload(&g->cuda, sala__on_gpu(slab), (const char *)from->data + first * row,
+                              (size_t)(rows * row), &g->error) == 0)
+            sala__launch_pack(g, &a);
+        if (!g->error.code) sala__cuda_wait(&g->cuda, &g->error); // the slab is used again
+    }
+    if (g->error.code) *err = g->error;
+}
+
+// All weights to the device: w becomes a copy of `from` whose data lies there.
+static int sala__gpu_weights(sala__gpu *g, const sala__config *c, sala__weights *from,
+                             const sala_options *o, sala__weights *w, sala_error *err) {
+    sala__item host, item;
+    sala_error *e = &g->error;
+    int code = sala__weights_plan(&g->cuda.env, c, w, err), count = sala__item_count(c);
+    void *slab = code < 0 || o->synthetic ? NULL : sala__gpu_take(g, SALA__SLAB, "loading", err);
+    if (code < 0 || (!slab && !o->synthetic)) return SALA_E_MEMORY;
+    memset(e, 0, sizeof *e);
+    for (int i = 0; i < count && !e->code; i++) {
+        if (!sala__item_at(c, w, i, &item) || !sala__item_at(c, from, i, &host)) continue;
+        int layout = sala__gpu_layout(&item, w);
+        const sala_weight *gate = sala__gate_of(&item, w);
+        void *data =
+            gate ? (void *)(uintptr_t)gate->data
+                 : sala__gpu_take(g, (size_t)sala__gpu_weight_bytes(&item, layout), item.name, err);
+        if (!data) return SALA_E_MEMORY;
+        item.weight->data = data;
+        if (o->synthetic) {
+            sala_fill_args a = {(uint16_t *)data, 0, 0, 0, item.n, item.k, layout};
+            sala__synthetic_shape(c, w, &item, o->synthetic_seed, i, &a.seed, &a.scale, &a.offset);
+            sala__launch_fill(g, &a);
+        } else {
+            sala__gpu_upload(g, host.weight, slab, data, layout, err);
+        }
+        sala__progress(&g->cuda.env, "weights to the GPU", 0.7 + 0.3 * i / count);
+    }
+    if (!e->code) sala__cuda_wait(&g->cuda, e);
+    sala__weights_finish(c, w);
+    if (e->code) return sala__fail(err, e->code, "%s", e->text);
+    return 0;
+}
+//@CUDA_END@
 /* -----------------------------------------------------------------------------------------------
    [8] MODEL AND MEMORY: the plan of every byte, pages and slots
 
@@ -5747,12 +6962,14 @@ typedef struct sala__plan {
     int32_t rows;                           // of the largest pass
     int32_t node_rows;                      // of the largest verify pass
     int32_t logits_rows;                    // of prefill whose logits a request can see; at least 1
+    int64_t blocks, attend_parts;           // of the longest context: see kernels.h
     size_t page_kv, page_tier1, page_tier2; // elements of one page, one layer, one of K and V
     size_t state;                           // floats of one state, one layer
     size_t pending;        // elements of one pending path, one layer, one of k and v
     size_t thread_scratch; // bytes
     int64_t kv_bytes, state_bytes, pending_bytes, scratch_bytes;
-    int64_t limit; // bytes that these four may take
+    int64_t weight_bytes; // made or copied, not mapped
+    int64_t limit;        // bytes that these five may take
 } sala__plan;
 
 // One sequence: what it holds, and where it stands.
@@ -5779,7 +6996,8 @@ typedef struct sala__request { // a list in order of arrival
     int32_t took_root; // tokens[0] was the last chosen token of its sequence
     int32_t segment_start;
     int64_t max_tokens, chosen;
-    int32_t *force; // [force_count]
+    int32_t tables_sent; // counts and biases lie on the GPU
+    int32_t *force;      // [force_count]
     int64_t force_count;
     int32_t *stop_tokens; // [stop_token_count]
     int32_t stop_token_count, ignore_eos, logprobs, want_rows;
@@ -5816,7 +7034,12 @@ struct sala {
     sala__plan plan;
     sala__cpu cpu;
     int cpu_open;
-    float *slopes; // [lin_heads]
+    sala__gpu gpu;
+    int on_gpu;                // operations run there, and what they read and write lies there
+    sala__weights gpu_weights; // the same as `weights`, there
+    int64_t gpu_weight_bytes, gpu_free;  // what they take there; what was free before
+    float *slopes, *decay;               // [lin_heads] decay = exp(-slope)
+    float *frequency, *sparse_frequency; // [lin_dim / 2], [head_dim / 2] of the rotary tables
     // pools
     sala_pages *pages;   // [sparse_layers]
     int32_t *free_pages; // [plan.pages] a stack
@@ -5826,25 +7049,40 @@ struct sala {
         *pending_v;            // [lightning_layers, slots, SALA_MAX_PATH, lin_kv_heads, lin_dim]
     sala__sequence *sequences; // [slots]
     // one pass
+    char *step;                              // what the host says about it, one block of memory:
+    sala_rows *step_rows;                    // of the GPU: its own addresses
     sala_seq *seqs;                          // [node_rows]
     int32_t *token, *position, *seq, *paths; // [rows] x 3, [node_rows, SALA_MAX_PATH]
-    sala_act *x, *y, *branch;                // [rows, hidden]
-    sala_act *q, *gate, *o;                  // [rows, heads * dim]
-    sala_act *k, *v;                         // [rows, kv_heads * dim]
-    sala_act *ffn_gate, *ffn_up;             // [rows, ffn]
-    float *cos_sin, *sparse_cos_sin;         // [rows, lin_dim], [rows, head_dim]
-    int32_t *blocks, *block_count;           // [rows, kv_heads, top_k], [rows, kv_heads]
-    sala_nodes *nodes;                       // [sparse_layers] of [node_rows, kv_heads, head_dim]
-    sala_act *node_k, *node_v;               // [lightning_layers, node_rows, lin_kv_heads, lin_dim]
-    float *prefill_logits;                   // [logits_rows, vocab]
-    float *verify_logits;                    // [slots, vocab]
+    int32_t *accepted, *accepted_rows;       // [node_rows], [node_rows, SALA_MAX_PATH]
+    sala_sampling *sampling;                 // [node_rows] of the GPU
+    char *gpu_step;                          // the copy of it there
+    int32_t *page_tables;                    // [slots, plan.blocks] there
+    sala_pages *gpu_pages;                   // [sparse_layers] `pages`, there
+    sala_nodes *gpu_nodes;                   // [sparse_layers] `nodes`, there
+    float *logits;                           // [node_rows, vocab] there
+    int32_t *counts, *sample_weight,
+        *chosen;                     // [slots, vocab], [node_rows, vocab], [node_rows] there
+    float *biases;                   // [slots, vocab] there
+    int32_t *tokens_out;             // [node_rows] page-locked: what was chosen
+    char *peek;                      // one activation of a pass, to be looked at
+    sala_act *x, *y, *branch;        // [rows, hidden]
+    sala_act *q, *gate, *o;          // [rows, heads * dim]
+    sala_act *k, *v;                 // [rows, kv_heads * dim]
+    sala_act *ffn_gate, *ffn_up;     // [rows, ffn]
+    float *cos_sin, *sparse_cos_sin; // [rows, lin_dim], [rows, head_dim]
+    int32_t *blocks, *block_count;   // [rows, kv_heads, top_k], [rows, kv_heads]
+    float *normaliser, *score, *part_o, *part_max_sum, *partial; // of kernels only, see kernels.h
+    int32_t *arrivals;
+    sala_nodes *nodes;         // [sparse_layers] of [node_rows, kv_heads, head_dim]
+    sala_act *node_k, *node_v; // [lightning_layers, node_rows, lin_kv_heads, lin_dim]
+    float *prefill_logits;     // [logits_rows, vocab]
+    float *verify_logits;      // [slots, vocab]
     float *prefill_hidden,
         *verify_hidden; // [layers + 2, rows, hidden], [rows, layers + 2, hidden] or NULL
     int32_t *prefill_blocks,
-        *verify_blocks; // [sparse, rows, kv_heads, top_k], [rows, sparse, ...] or NULL
-    int32_t *accepted, *accepted_rows; // [slots], [slots, SALA_MAX_PATH]
-    char *sample_scratch;              // [threads, sala__sampler_scratch]
-    sala__choice *choices;             // [slots]
+        *verify_blocks;    // [sparse, rows, kv_heads, top_k], [rows, sparse, ...] or NULL
+    char *sample_scratch;  // [threads, sala__sampler_scratch]
+    sala__choice *choices; // [slots]
     // requests and events
     sala__request *requests;
     int64_t next_id;
@@ -5882,66 +7120,138 @@ static int sala__kv_width(const sala_dims *m) {
 }
 
 // All allocations but pages, in one table: open, close and the plan speak of the same things.
+enum { // where a buffer lies
+    SALA__HOST,
+    SALA__DEVICE, // where the operations run
+    SALA__CPU,    // only needed when that is the CPU
+    SALA__GPU     // only needed when that is a GPU; there
+};
+
 typedef struct sala__buffer {
     void **pointer;
     size_t count, size;
+    int place;
     const char *what;
 } sala__buffer;
 
-#define SALA__BUFFERS 36
+#define SALA__BUFFERS 52
+
+static int sala__buffer_used(const sala *s, const sala__buffer *b) {
+    return b->count && b->place != (s->on_gpu ? SALA__CPU : SALA__GPU);
+}
+
+static int sala__buffer_on_gpu(const sala *s, const sala__buffer *b) {
+    return s->on_gpu && (b->place == SALA__DEVICE || b->place == SALA__GPU);
+}
+
+static size_t sala__step_layout(sala *s);
 
 static int sala__buffers(sala *s, sala__buffer *b) {
     const sala_dims *m = &s->config.dims;
     const sala__plan *p = &s->plan;
     size_t act = sizeof(sala_act), rows = (size_t)p->rows, nodes = (size_t)p->node_rows,
-           slots = (size_t)p->slots;
+           slots = (size_t)p->slots, vocab = (size_t)m->vocab, blocks = (size_t)p->blocks;
     size_t wide = (size_t)sala__query_width(m), narrow = (size_t)sala__kv_width(m),
-           hidden = (size_t)m->hidden;
-    size_t lists = (size_t)m->kv_heads * (size_t)m->top_k, lightning = (size_t)s->lightning_layers;
+           hidden = (size_t)m->hidden, ffn = (size_t)m->ffn, heads = (size_t)m->heads;
+    size_t kv_heads = (size_t)m->kv_heads, lists = kv_heads * (size_t)m->top_k;
+    size_t lightning = (size_t)s->lightning_layers, sparse = (size_t)s->sparse_layers;
     size_t shown = (size_t)p->logits_rows, lin = (size_t)m->lin_kv_heads * (size_t)m->lin_dim;
     size_t show_hidden = s->options.hidden_states ? (size_t)(m->layers + 2) * hidden : 0;
-    size_t show_blocks = s->options.hidden_states ? (size_t)s->sparse_layers * lists : 0;
+    size_t show_blocks = s->options.hidden_states ? sparse * lists : 0;
+    size_t select_parts = (blocks + SALA_SELECT_PART - 1) / SALA_SELECT_PART;
+    size_t attend_rows = rows * (size_t)p->attend_parts * heads;
+    size_t splits =
+        (size_t)sala__max(sala_gemm_splits(m->hidden, m->ffn),
+                          sala__max(sala_gemm_splits(m->hidden, m->heads * m->head_dim),
+                                    sala_gemm_splits(m->hidden, m->lin_heads * m->lin_dim)));
     const sala__buffer table[] = {
-        {(void **)&s->slopes, (size_t)m->lin_heads, 4, "slopes"},
-        {(void **)&s->free_pages, (size_t)p->pages, 4, "the page list"},
-        {(void **)&s->states, lightning * slots * p->state, 4, "lightning states"},
-        {(void **)&s->pending_k, lightning * slots * p->pending, act, "pending paths"},
-        {(void **)&s->pending_v, lightning * slots * p->pending, act, "pending paths"},
-        {(void **)&s->sequences, slots, sizeof(sala__sequence), "sequences"},
-        {(void **)&s->seqs, nodes, sizeof(sala_seq), "sequences"},
-        {(void **)&s->token, rows, 4, "rows"},
-        {(void **)&s->position, rows, 4, "rows"},
-        {(void **)&s->seq, rows, 4, "rows"},
-        {(void **)&s->paths, nodes * SALA_MAX_PATH, 4, "paths"},
-        {(void **)&s->x, rows * hidden, act, "activations"},
-        {(void **)&s->y, rows * hidden, act, "activations"},
-        {(void **)&s->branch, rows * hidden, act, "activations"},
-        {(void **)&s->q, rows * wide, act, "activations"},
-        {(void **)&s->gate, rows * wide, act, "activations"},
-        {(void **)&s->o, rows * wide, act, "activations"},
-        {(void **)&s->k, rows * narrow, act, "activations"},
-        {(void **)&s->v, rows * narrow, act, "activations"},
-        {(void **)&s->ffn_gate, rows * (size_t)m->ffn, act, "activations"},
-        {(void **)&s->ffn_up, rows * (size_t)m->ffn, act, "activations"},
-        {(void **)&s->cos_sin, rows * (size_t)m->lin_dim, 4, "rotary tables"},
-        {(void **)&s->sparse_cos_sin, rows * (size_t)m->head_dim, 4, "rotary tables"},
-        {(void **)&s->choices, slots, sizeof(sala__choice), "choices"},
-        {(void **)&s->blocks, rows * lists, 4, "block lists"},
-        {(void **)&s->block_count, rows * (size_t)m->kv_heads, 4, "block lists"},
-        {(void **)&s->node_k, lightning * nodes * lin, act, "verify scratch"},
-        {(void **)&s->node_v, lightning * nodes * lin, act, "verify scratch"},
-        {(void **)&s->prefill_logits, shown * (size_t)m->vocab, 4, "logits"},
-        {(void **)&s->verify_logits, slots * (size_t)m->vocab, 4, "logits"},
-        {(void **)&s->prefill_hidden, shown * show_hidden, 4, "hidden states"},
-        {(void **)&s->verify_hidden, slots * show_hidden, 4, "hidden states"},
-        {(void **)&s->prefill_blocks, shown * show_blocks, 4, "selected blocks"},
-        {(void **)&s->verify_blocks, slots * show_blocks, 4, "selected blocks"},
-        {(void **)&s->accepted, slots * (1 + SALA_MAX_PATH), 4, "accepted rows"},
+        {(void **)&s->slopes, (size_t)m->lin_heads, 4, SALA__DEVICE, "slopes"},
+        {(void **)&s->decay, (size_t)m->lin_heads, 4, SALA__DEVICE, "slopes"},
+        {(void **)&s->frequency, (size_t)m->lin_dim / 2, 4, SALA__DEVICE, "rotary tables"},
+        {(void **)&s->sparse_frequency, (size_t)m->head_dim / 2, 4, SALA__DEVICE, "rotary tables"},
+        {(void **)&s->free_pages, (size_t)p->pages, 4, SALA__HOST, "the page list"},
+        {(void **)&s->states, lightning * slots * p->state, 4, SALA__DEVICE, "lightning states"},
+        {(void **)&s->pending_k, lightning * slots * p->pending, act, SALA__DEVICE,
+         "pending paths"},
+        {(void **)&s->pending_v, lightning * slots * p->pending, act, SALA__DEVICE,
+         "pending paths"},
+        {(void **)&s->sequences, slots, sizeof(sala__sequence), SALA__HOST, "sequences"},
+        {(void **)&s->step, sala__step_layout(s), 1, SALA__CPU, "rows"},
+        {(void **)&s->gpu_step, sala__step_layout(s), 1, SALA__GPU, "rows"},
+        {(void **)&s->page_tables, slots * blocks, 4, SALA__GPU, "page tables"},
+        {(void **)&s->x, rows * hidden, act, SALA__DEVICE, "activations"},
+        {(void **)&s->y, rows * hidden, act, SALA__DEVICE, "activations"},
+        {(void **)&s->branch, rows * hidden, act, SALA__CPU, "activations"},
+        {(void **)&s->q, rows * wide, act, SALA__DEVICE, "activations"},
+        {(void **)&s->gate, rows * wide, act, SALA__DEVICE, "activations"},
+        {(void **)&s->o, rows * wide, act, SALA__DEVICE, "activations"},
+        {(void **)&s->k, rows * narrow, act, SALA__DEVICE, "activations"},
+        {(void **)&s->v, rows * narrow, act, SALA__CPU, "activations"},
+        {(void **)&s->ffn_gate, rows * ffn, act, SALA__DEVICE, "activations"},
+        {(void **)&s->ffn_up, rows * ffn, act, SALA__CPU, "activations"},
+        {(void **)&s->cos_sin, rows * (size_t)m->lin_dim, 4, SALA__DEVICE, "rotary tables"},
+        {(void **)&s->sparse_cos_sin, rows * (size_t)m->head_dim, 4, SALA__DEVICE, "rotary tables"},
+        {(void **)&s->choices, slots, sizeof(sala__choice), SALA__HOST, "choices"},
+        {(void **)&s->blocks, rows * lists, 4, SALA__DEVICE, "block lists"},
+        {(void **)&s->block_count, rows * kv_heads, 4, SALA__DEVICE, "block lists"},
+        {(void **)&s->node_k, lightning * nodes * lin, act, SALA__DEVICE, "verify scratch"},
+        {(void **)&s->node_v, lightning * nodes * lin, act, SALA__DEVICE, "verify scratch"},
+        {(void **)&s->prefill_logits, shown * vocab, 4, SALA__HOST, "logits"},
+        {(void **)&s->verify_logits, slots * vocab, 4, SALA__HOST, "logits"},
+        {(void **)&s->prefill_hidden, shown * show_hidden, 4, SALA__HOST, "hidden states"},
+        {(void **)&s->verify_hidden, slots * show_hidden, 4, SALA__HOST, "hidden states"},
+        {(void **)&s->prefill_blocks, shown * show_blocks, 4, SALA__HOST, "selected blocks"},
+        {(void **)&s->verify_blocks, slots * show_blocks, 4, SALA__HOST, "selected blocks"},
         {(void **)&s->sample_scratch, (size_t)s->options.threads * sala__sampler_scratch(m->vocab),
-         1, "sampling"},
+         1, SALA__CPU, "sampling"},
+        {(void **)&s->gpu_pages, sparse, sizeof(sala_pages), SALA__GPU, "pages"},
+        {(void **)&s->gpu_nodes, sparse, sizeof(sala_nodes), SALA__GPU, "verify scratch"},
+        {(void **)&s->logits, nodes * vocab, 4, SALA__GPU, "logits"},
+        {(void **)&s->counts, slots * vocab, 4, SALA__GPU, "sampling"},
+        {(void **)&s->biases, slots * vocab, 4, SALA__GPU, "sampling"},
+        {(void **)&s->sample_weight, nodes * vocab, 4, SALA__GPU, "sampling"},
+        {(void **)&s->chosen, nodes, 4, SALA__GPU, "choices"},
+        {(void **)&s->normaliser, rows * heads * select_parts * 2, 4, SALA__GPU, "selection"},
+        {(void **)&s->score, rows * kv_heads * blocks, 4, SALA__GPU, "selection"},
+        {(void **)&s->part_o, attend_rows * (size_t)m->head_dim, 4, SALA__GPU, "attention"},
+        {(void **)&s->part_max_sum, attend_rows * 2, 4, SALA__GPU, "attention"},
+        {(void **)&s->partial, splits * rows * hidden, 4, SALA__GPU, "partial sums"},
+        {(void **)&s->arrivals, 2, 4, SALA__GPU, "counters"},
+        {(void **)&s->peek, show_hidden ? rows * hidden * act + rows * lists * 4 : 0, 1, SALA__HOST,
+         "hidden states"},
     };
     memcpy(b, table, sizeof table);
     return (int)(sizeof table / sizeof table[0]);
+}
+
+// Cut the step block into its arrays (addresses only when the block is there). Returns its size.
+static size_t sala__step_layout(sala *s) {
+    size_t rows = (size_t)s->plan.rows, nodes = (size_t)s->plan.node_rows, size = 0;
+    const struct {
+        void **pointer;
+        size_t bytes;
+    } parts[] = {
+        {(void **)&s->step_rows, sizeof(sala_rows)},
+        {(void **)&s->seqs, nodes * sizeof(sala_seq)},
+        {(void **)&s->sampling, nodes * sizeof(sala_sampling)},
+        {(void **)&s->token, rows * 4},
+        {(void **)&s->position, rows * 4},
+        {(void **)&s->seq, rows * 4},
+        {(void **)&s->paths, nodes * SALA_MAX_PATH * 4},
+        {(void **)&s->accepted, nodes * 4},
+        {(void **)&s->accepted_rows, nodes * SALA_MAX_PATH * 4},
+    };
+    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
+        if (s->step) *parts[i].pointer = s->step + size;
+        size += (parts[i].bytes + 15) / 16 * 16;
+    }
+    return size;
+}
+
+// Where a part of the step block lies for the operations.
+static const void *sala__step_at(const sala *s, const void *part) {
+    if (!s->on_gpu || !part) return part;
+    return s->gpu_step + ((const char *)part - s->step);
 }
 
 // Fill the plan from the model's shape and the options. Returns the bytes that the memory limit is
@@ -5953,9 +7263,14 @@ static int64_t sala__measure(sala *s) {
     int64_t act = sizeof(sala_act);
     size_t dim = (size_t)m->head_dim, kv_heads = (size_t)m->kv_heads;
     p->slots = o->max_sequences;
-    p->node_rows = o->max_sequences;
-    p->rows = sala__max(o->chunk, p->node_rows);
+    p->node_rows = s->on_gpu ? sala__max(o->max_sequences, SALA_MAX_PATH) : o->max_sequences;
+    p->rows = s->on_gpu ? p->node_rows : sala__max(o->chunk, p->node_rows);
     p->logits_rows = sala__max(o->logits_rows, 1);
+    p->blocks = (o->context + m->block - 1) / m->block;
+    int64_t dense = (m->dense_len + m->block - 1) / m->block;
+    if (dense > p->blocks) dense = p->blocks;
+    if (dense < m->top_k) dense = m->top_k;
+    p->attend_parts = (dense + SALA_ATTEND_PART - 1) / SALA_ATTEND_PART;
     p->pages = (o->kv_tokens + m->block - 1) / m->block;
     p->page_kv = kv_heads * (size_t)m->block * dim;
     p->page_tier1 = kv_heads * (size_t)sala_tier_slots(m, 1) * dim;
@@ -5970,18 +7285,24 @@ static int64_t sala__measure(sala *s) {
     most +=
         (double)p->rows * ((double)m->hidden + m->ffn + (double)m->kv_heads * m->top_k) * layers;
     most += ((double)p->logits_rows + p->slots) * ((double)m->vocab + layers * m->hidden);
+    most +=
+        (double)p->rows * m->heads * ((double)p->attend_parts * m->head_dim + (double)p->blocks);
     if (most > 1e15) return -1;
     p->kv_bytes = p->pages * s->sparse_layers * act *
                   (int64_t)(2 * p->page_kv + p->page_tier1 + p->page_tier2);
     p->state_bytes = (int64_t)p->state * 4 * s->lightning_layers * p->slots;
     p->pending_bytes = (int64_t)p->pending * act * 2 * s->lightning_layers * p->slots;
-    p->scratch_bytes = (int64_t)p->thread_scratch * o->threads - p->state_bytes - p->pending_bytes;
+    p->scratch_bytes = -p->state_bytes - p->pending_bytes; // which the table below holds too
+    if (!s->on_gpu) p->scratch_bytes += (int64_t)p->thread_scratch * o->threads;
     p->scratch_bytes += 4 * s->sparse_layers * p->node_rows * (int64_t)(kv_heads * dim) * act;
-    sala__buffer b[SALA__BUFFERS]; // holds the states and pending paths too: taken off above
+    sala__buffer b[SALA__BUFFERS];
     int n = sala__buffers(s, b);
-    for (int i = 0; i < n; i++) p->scratch_bytes += (int64_t)(b[i].count * b[i].size);
-    int64_t made = o->synthetic ? s->weights.bytes : 0; // mapped weights are the page cache's
-    return p->kv_bytes + p->state_bytes + p->pending_bytes + p->scratch_bytes + made;
+    for (int i = 0; i < n; i++)
+        if (sala__buffer_used(s, &b[i]) && sala__buffer_on_gpu(s, &b[i]) == s->on_gpu)
+            p->scratch_bytes += (int64_t)(b[i].count * b[i].size);
+    p->weight_bytes = o->synthetic ? s->weights.bytes : 0; // mapped weights are the page cache's
+    if (s->on_gpu) p->weight_bytes = s->gpu_weight_bytes;
+    return p->kv_bytes + p->state_bytes + p->pending_bytes + p->scratch_bytes + p->weight_bytes;
 }
 
 // Make the plan; an error when it does not fit.
@@ -5989,17 +7310,18 @@ static int sala__make_plan(sala *s, sala_error *err) {
     const sala_options *o = &s->options;
     sala__plan *p = &s->plan;
     double mib = 1.0 / (1 << 20);
-    p->limit = o->memory_limit ? o->memory_limit : sala__free_memory();
+    p->limit = o->memory_limit ? o->memory_limit : s->on_gpu ? s->gpu_free : sala__free_memory();
     int64_t total = sala__measure(s);
     if (total < 0) return sala__fail(err, SALA_E_MEMORY, "the plan takes more than 1000 TB");
     if (total <= p->limit) return 0;
     return sala__fail(err, SALA_E_MEMORY,
-                      "the plan takes %.1f MiB (K/V %.1f, states %.1f, pending paths %.1f, scratch "
-                      "%.1f) but %.1f MiB are %s: lower context (%lld), kv-tokens (%lld), "
-                      "max-sequences (%d) or chunk (%d)",
-                      (double)total * mib, (double)p->kv_bytes * mib, (double)p->state_bytes * mib,
-                      (double)p->pending_bytes * mib, (double)p->scratch_bytes * mib,
-                      (double)p->limit * mib, o->memory_limit ? "allowed" : "free",
+                      "the plan takes %.1f MiB (weights %.1f, K/V %.1f, states %.1f, pending paths "
+                      "%.1f, scratch %.1f) but %.1f MiB are %s%s: lower context (%lld), kv-tokens "
+                      "(%lld), max-sequences (%d) or chunk (%d)",
+                      (double)total * mib, (double)p->weight_bytes * mib, (double)p->kv_bytes * mib,
+                      (double)p->state_bytes * mib, (double)p->pending_bytes * mib,
+                      (double)p->scratch_bytes * mib, (double)p->limit * mib,
+                      o->memory_limit ? "allowed" : "free", s->on_gpu ? " on the GPU" : "",
                       (long long)o->context, (long long)o->kv_tokens, o->max_sequences, o->chunk);
 }
 
@@ -6012,6 +7334,8 @@ static int64_t sala__longest_context(const sala *s) {
     trial.sparse_layers = s->sparse_layers;
     trial.lightning_layers = s->lightning_layers;
     trial.weights.bytes = s->weights.bytes;
+    trial.on_gpu = s->on_gpu;
+    trial.gpu_weight_bytes = s->gpu_weight_bytes;
     int64_t block = s->config.dims.block, fits = 0, most = ((int64_t)1 << 30) / block;
     while (fits < most) {
         int64_t middle = fits + (most - fits + 1) / 2;
@@ -6093,17 +7417,23 @@ static int sala__read_files(sala *s, const char *path, int tokenizer, sala_error
     return code;
 }
 
-static int sala__allocate(sala *s, sala_error *err) {
+static void sala__frequencies(float theta, int dim, float *out) { // out: [dim / 2]
+    for (int i = 0; i < dim / 2; i++) out[i] = (float)(1.0 / pow((double)theta, 2.0 * i / dim));
+}
+
+// Memory where the operations run, or (host) where the loop does.
+static void *sala__take(sala *s, int on_gpu, size_t count, size_t size, const char *what,
+                        sala_error *err) {
+    if (!on_gpu) return sala__alloc(&s->env, count, size, what, err);
+    void *memory = sala__gpu_take(&s->gpu, count * size, what, err);
+    if (memory && sala__cuda_fill(&s->gpu.cuda, sala__on_gpu(memory), 0, count * size, err) < 0)
+        return NULL;
+    return memory;
+}
+
+static int sala__allocate_pages(sala *s, sala_error *err) {
     const sala_dims *m = &s->config.dims;
     const sala__plan *p = &s->plan;
-    sala__buffer b[SALA__BUFFERS];
-    int n = sala__buffers(s, b);
-    for (int i = 0; i < n; i++) {
-        if (b[i].count == 0) continue;
-        *b[i].pointer = sala__alloc(&s->env, b[i].count, b[i].size, b[i].what, err);
-        if (!*b[i].pointer) return SALA_E_MEMORY;
-    }
-    s->accepted_rows = s->accepted + p->slots;
     s->pages = (sala_pages *)sala__alloc(&s->env, (size_t)s->sparse_layers, sizeof *s->pages,
                                          "pages", err);
     s->nodes = (sala_nodes *)sala__alloc(&s->env, (size_t)s->sparse_layers, sizeof *s->nodes,
@@ -6112,10 +7442,11 @@ static int sala__allocate(sala *s, sala_error *err) {
     size_t act = sizeof(sala_act), pages = (size_t)p->pages;
     size_t node = (size_t)p->node_rows * (size_t)m->kv_heads * (size_t)m->head_dim;
     for (int l = 0; l < s->sparse_layers; l++) {
-        sala_act *kv = (sala_act *)sala__alloc(
-            &s->env, pages * (2 * p->page_kv + p->page_tier1 + p->page_tier2), act, "the K/V cache",
-            err);
-        sala_act *scratch = (sala_act *)sala__alloc(&s->env, 4 * node, act, "verify scratch", err);
+        sala_act *kv = (sala_act *)sala__take(
+            s, s->on_gpu, pages * (2 * p->page_kv + p->page_tier1 + p->page_tier2), act,
+            "the K/V cache", err);
+        sala_act *scratch =
+            (sala_act *)sala__take(s, s->on_gpu, 4 * node, act, "verify scratch", err);
         s->pages[l].k = kv; // owns the layer's one allocation
         s->nodes[l].k = scratch;
         if (!kv || !scratch) return SALA_E_MEMORY;
@@ -6126,14 +7457,71 @@ static int sala__allocate(sala *s, sala_error *err) {
         s->nodes[l].tier1 = scratch + 2 * node;
         s->nodes[l].tier2 = scratch + 3 * node;
     }
-    sala__slopes(m->lin_heads, s->slopes);
     for (int64_t i = 0; i < p->pages; i++) s->free_pages[i] = (int32_t)(p->pages - 1 - i);
     s->free_page_count = p->pages;
     return 0;
 }
 
+// Write a table to where the operations read it.
+static int sala__put(sala *s, void *to, const void *from, size_t bytes, sala_error *err) {
+    if (!s->on_gpu) {
+        memcpy(to, from, bytes);
+        return 0;
+    }
+    int code = sala__cuda_upload(&s->gpu.cuda, sala__on_gpu(to), from, bytes, err);
+    return code < 0 ? code : sala__cuda_wait(&s->gpu.cuda, err);
+}
+
+// Slopes of the lightning heads and rotary frequencies.
+static int sala__fill_tables(sala *s, sala_error *err) {
+    const sala_dims *m = &s->config.dims;
+    size_t heads = (size_t)m->lin_heads, lin = (size_t)m->lin_dim / 2,
+           dim = (size_t)m->head_dim / 2;
+    float *t = (float *)sala__alloc(&s->env, 2 * heads + lin + dim, 4, "tables", err);
+    if (!t) return SALA_E_MEMORY;
+    sala__slopes(m->lin_heads, t);
+    for (size_t h = 0; h < heads; h++) t[heads + h] = (float)exp(-(double)t[h]);
+    sala__frequencies(m->rope_theta, m->lin_dim, t + 2 * heads);
+    sala__frequencies(m->rope_theta, m->head_dim, t + 2 * heads + lin);
+    int code = sala__put(s, s->slopes, t, heads * 4, err);
+    if (code == 0) code = sala__put(s, s->decay, t + heads, heads * 4, err);
+    if (code == 0) code = sala__put(s, s->frequency, t + 2 * heads, lin * 4, err);
+    if (code == 0) code = sala__put(s, s->sparse_frequency, t + 2 * heads + lin, dim * 4, err);
+    sala__release(&s->env, t);
+    return code;
+}
+
+static int sala__allocate(sala *s, sala_error *err) {
+    sala__buffer b[SALA__BUFFERS];
+    int n = sala__buffers(s, b), code;
+    for (int i = 0; i < n; i++) {
+        if (!sala__buffer_used(s, &b[i])) continue;
+        *b[i].pointer =
+            sala__take(s, sala__buffer_on_gpu(s, &b[i]), b[i].count, b[i].size, b[i].what, err);
+        if (!*b[i].pointer) return err && err->code ? err->code : SALA_E_MEMORY;
+    }
+    if (s->on_gpu) { // page-locked, so that copies need no one's help
+        void *step, *out;
+        code = sala__cuda_alloc_host(&s->gpu.cuda, sala__step_layout(s), "rows", &step, err);
+        s->step = (char *)(code < 0 ? NULL : step);
+        if (code < 0) return code;
+        memset(step, 0, sala__step_layout(s));
+        code = sala__cuda_alloc_host(&s->gpu.cuda, (size_t)s->plan.node_rows * 4, "choices", &out,
+                                     err);
+        s->tokens_out = (int32_t *)(code < 0 ? NULL : out);
+        if (code < 0) return code;
+    }
+    sala__step_layout(s);
+    if ((code = sala__allocate_pages(s, err)) < 0) return code;
+    size_t layers = (size_t)s->sparse_layers;
+    if (s->on_gpu) code = sala__put(s, s->gpu_pages, s->pages, layers * sizeof *s->pages, err);
+    if (s->on_gpu && code == 0)
+        code = sala__put(s, s->gpu_nodes, s->nodes, layers * sizeof *s->nodes, err);
+    return code < 0 ? code : sala__fill_tables(s, err);
+}
+
 static int sala__name_device(sala *s, sala_error *err) {
-    char text[96];
+    char text[400];
 #if defined(__AVX512F__)
     const char *simd = ", AVX-512";
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -6143,11 +7531,39 @@ static int sala__name_device(sala *s, sala_error *err) {
 #else
     const char *simd = ", no SIMD with fma: slow";
 #endif
-    int n = snprintf(text, sizeof text, "CPU, %d thread%s%s", s->options.threads,
-                     s->options.threads == 1 ? "" : "s", simd);
+    const sala__cuda *c = &s->gpu.cuda;
+    int n = s->on_gpu ? snprintf(text, sizeof text, "cuda:%d, %s, %.1f GiB, %s", c->ordinal,
+                                 c->name, (double)c->total_bytes / (1 << 30), c->architecture)
+                      : snprintf(text, sizeof text, "CPU, %d thread%s%s", s->options.threads,
+                                 s->options.threads == 1 ? "" : "s", simd);
     s->device = (char *)sala__alloc(&s->env, (size_t)n + 1, 1, "a name", err);
     if (!s->device) return SALA_E_MEMORY;
     memcpy(s->device, text, (size_t)n + 1);
+    return 0;
+}
+
+// Open the device that the options name, once the model's shape is known.
+static int sala__choose_device(sala *s, sala_error *err) {
+    sala_error reason;
+    memset(&reason, 0, sizeof reason);
+    const char *text = s->options.device;
+    int code = sala__cuda_select(&s->env, text, &s->gpu.cuda, err);
+    if (code <= 0) return code;
+    code = sala__gpu_supports(&s->config.dims, &reason);
+    if (code < 0) {
+        sala__cuda_close(&s->gpu.cuda);
+        if (text && strcmp(text, "auto") != 0) return sala__fail(err, code, "%s", reason.text);
+        sala__log(&s->env, SALA_LOG_INFO, "no GPU used: %s", reason.text);
+        return 0;
+    }
+    s->on_gpu = 1;
+    double free_mib = 0, total_mib = 0;
+    if ((code = sala__cuda_enter(&s->gpu.cuda, err)) < 0) return code;
+    sala__cuda_free_memory(&s->gpu.cuda, &free_mib, &total_mib);
+    sala__cuda_leave(&s->gpu.cuda);
+    s->gpu_free =
+        (int64_t)(free_mib * 1048576) - SALA__SLAB - (256 << 20); // the driver's own needs
+    s->gpu_weight_bytes = sala__gpu_weights_total(&s->config, &s->weights);
     return 0;
 }
 
@@ -6160,27 +7576,37 @@ static void sala__fill_part(void *context, int64_t part, int thread) {
                        SALA__FILL_PARTS);
 }
 
+static int sala__open_cpu(sala *s, sala_error *err) {
+    int code = sala__cpu_open(&s->env, s->options.threads, s->plan.thread_scratch, &s->cpu, err);
+    if (code < 0) return code;
+    s->cpu_open = 1;
+    if (!s->options.synthetic) return 0;
+    sala__progress(&s->env, "making weights", 0.7);
+    sala__weights_free(&s->env, &s->weights);
+    code = sala__weights_allocate(&s->env, &s->config, &s->weights, err);
+    if (code == 0) sala__parallel(&s->cpu, SALA__FILL_PARTS, sala__fill_part, s);
+    return code;
+}
+
 static int sala__open(sala *s, const char *path, sala_error *err) {
     int code = sala__read_files(s, path, 1, err);
     if (code < 0) return code;
+    if ((code = sala__choose_device(s, err)) < 0) return code;
     if ((code = sala__make_plan(s, err)) < 0) return code;
     s->path = sala__join(&s->env, "", path, err);
     if (!s->path) return SALA_E_MEMORY;
-    sala__progress(&s->env, "allocating", 0.6);
     if ((code = sala__name_device(s, err)) < 0) return code;
-    if ((code = sala__allocate(s, err)) < 0) return code;
-    code = sala__cpu_open(&s->env, s->options.threads, s->plan.thread_scratch, &s->cpu, err);
-    if (code < 0) return code;
-    s->cpu_open = 1;
-    if (s->options.synthetic) {
-        sala__progress(&s->env, "making weights", 0.7);
-        sala__weights_free(&s->env, &s->weights);
-        code = sala__weights_allocate(&s->env, &s->config, &s->weights, err);
-        if (code < 0) return code;
-        sala__parallel(&s->cpu, SALA__FILL_PARTS, sala__fill_part, s);
-    }
-    sala__progress(&s->env, "ready", 1);
-    return 0;
+    if (s->on_gpu && (code = sala__cuda_enter(&s->gpu.cuda, err)) < 0) return code;
+    if (s->on_gpu) code = sala__gpu_open(&s->gpu, &s->config.dims, err);
+    sala__progress(&s->env, "allocating", 0.6);
+    if (code == 0) code = sala__allocate(s, err);
+    if (code == 0 && s->on_gpu)
+        code =
+            sala__gpu_weights(&s->gpu, &s->config, &s->weights, &s->options, &s->gpu_weights, err);
+    if (s->on_gpu) sala__cuda_leave(&s->gpu.cuda);
+    if (code == 0 && !s->on_gpu) code = sala__open_cpu(s, err);
+    if (code == 0) sala__progress(&s->env, "ready", 1);
+    return code;
 }
 
 static void sala__drop_request(sala *s, sala__request *r);
@@ -6198,7 +7624,7 @@ SALA_API void sala_close(sala *s) {
         sala__release(&env, s->sequences[i].tokens);
     }
     if (s->cpu_open) sala__cpu_close(&s->cpu);
-    for (int l = 0; l < s->sparse_layers; l++) {
+    for (int l = 0; l < s->sparse_layers && !s->on_gpu; l++) {
         if (s->pages) sala__release(&env, s->pages[l].k);
         if (s->nodes) sala__release(&env, s->nodes[l].k);
     }
@@ -6206,7 +7632,19 @@ SALA_API void sala_close(sala *s) {
     sala__release(&env, s->nodes);
     sala__buffer b[SALA__BUFFERS];
     int n = sala__buffers(s, b);
-    for (int i = 0; i < n; i++) sala__release(&env, *b[i].pointer);
+    for (int i = 0; i < n; i++)
+        if (!sala__buffer_on_gpu(s, &b[i]) && !(s->on_gpu && b[i].place == SALA__CPU))
+            sala__release(&env, *b[i].pointer);
+    if (s->on_gpu) {
+        if (sala__cuda_enter(&s->gpu.cuda, NULL) == 0) {
+            sala__cuda_wait(&s->gpu.cuda, NULL); // nothing may still read them
+            sala__cuda_release_host(&s->gpu.cuda, s->step);
+            sala__cuda_release_host(&s->gpu.cuda, s->tokens_out);
+            sala__cuda_leave(&s->gpu.cuda);
+        }
+        sala__gpu_close(&s->gpu);
+        sala__weights_free(&env, &s->gpu_weights);
+    }
     sala__release(&env, s->events);
     sala__release(&env, s->event_text.data);
     sala__release(&env, s->event_top);
@@ -6288,7 +7726,7 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
         s->weights.parameters ? 8.0 * (double)s->weights.bytes / (double)s->weights.parameters : 0;
     info->context = s->options.context;
     info->longest_context = sala__longest_context(s);
-    info->weight_bytes = s->weights.bytes;
+    info->weight_bytes = s->on_gpu ? s->gpu_weight_bytes : s->weights.bytes;
     info->kv_bytes = p->kv_bytes;
     info->state_bytes = p->state_bytes;
     info->pending_bytes = p->pending_bytes;
@@ -6321,6 +7759,7 @@ SALA_API int sala_plan(const char *path, const sala_options *options, sala_info 
     if (!s) return err ? err->code : SALA_E_ARGUMENT;
     int code = path ? sala__read_files(s, path, 0, err)
                     : sala__fail(err, SALA_E_ARGUMENT, "sala_plan: no path given");
+    if (code == 0) code = sala__choose_device(s, err);
     if (code == 0) {
         code = sala__make_plan(s, err); // a plan that does not fit is still reported
         s->free_page_count = s->plan.pages;
@@ -6553,50 +7992,57 @@ SALA_API int sala_release(sala *s, int64_t sequence, sala_error *err) {
 
 typedef struct sala__pass {
     sala_rows rows;
-    sala_act *logits_x; // [logits_rows, hidden] the rows whose logits are wanted, inside y
+    const sala_rows *on_device; // the same where the operations read it: on the CPU, `rows` itself
+    sala_act *logits_x;         // [logits_rows, hidden] the rows whose logits are wanted, inside y
     int32_t logits_first, logits_rows;
-    float *logits; // [logits_rows, vocab]
-    float *hidden; // or NULL; element (state l, row r) begins at l * hidden_l + r * hidden_r
+    float *logits;   // [logits_rows, vocab]
+    int show_logits; // GPU: bring all of them to the host
+    int bucket;      // rows that the linear operations run with: at least rows.count
+    float *hidden;   // or NULL; element (state l, row r) begins at l * hidden_l + r * hidden_r
     size_t hidden_l, hidden_r;
     int32_t *blocks; // or NULL; the same with blocks_l, blocks_r
     size_t blocks_l, blocks_r;
 } sala__pass;
 
 static void sala__op(sala *s, int operation, const void *args) {
-    sala__run_cpu(&s->cpu, operation, args);
+    if (s->on_gpu)
+        sala__run_gpu(&s->gpu, operation, args);
+    else
+        sala__run_cpu(&s->cpu, operation, args);
 }
 
-static void sala__show_hidden(const sala *s, const sala__pass *p, int state, const sala_act *x) {
+// What an operation wrote, where the host can read it: on a GPU good until the next call.
+static const void *sala__look(sala *s, const void *p, size_t bytes) {
+    if (!s->on_gpu) return p;
+    sala_error *e = &s->gpu.error;
+    if (!e->code) sala__cuda_download(&s->gpu.cuda, s->peek, sala__on_gpu(p), bytes, e);
+    if (!e->code) sala__cuda_wait(&s->gpu.cuda, e);
+    return s->peek;
+}
+
+static void sala__show_hidden(sala *s, const sala__pass *p, int state, const sala_act *x) {
     if (!p->hidden) return;
     int width = s->config.dims.hidden;
+    x = (const sala_act *)sala__look(s, x, (size_t)(p->rows.count * width) * sizeof(sala_act));
     for (int r = 0; r < p->rows.count; r++)
         sala__load_row(p->hidden + (size_t)state * p->hidden_l + (size_t)r * p->hidden_r,
                        x + (size_t)r * (size_t)width, width);
 }
 
-static void sala__show_blocks(const sala *s, const sala__pass *p, int sparse_layer) {
+static void sala__show_blocks(sala *s, const sala__pass *p, int sparse_layer) {
     if (!p->blocks) return;
     const sala_dims *m = &s->config.dims;
-    for (int r = 0; r < p->rows.count; r++)
-        for (int g = 0; g < m->kv_heads; g++) {
-            int32_t *to = p->blocks + (size_t)sparse_layer * p->blocks_l + (size_t)r * p->blocks_r +
-                          g * m->top_k;
-            int64_t list = (int64_t)r * m->kv_heads + g;
-            int count = s->block_count[list];
-            for (int i = 0; i < m->top_k; i++)
-                to[i] = count < 0 ? -2 : i < count ? s->blocks[list * m->top_k + i] : -1;
-        }
-}
-
-static void sala__gemm1(sala *s, int rows, const sala_act *x, const sala_weight *w, sala_act *y) {
-    sala_gemm_args a;
-    memset(&a, 0, sizeof a);
-    a.rows = rows;
-    a.count = 1;
-    a.x = x;
-    a.w[0] = *w;
-    a.y[0] = y;
-    sala__op(s, SALA__OP_gemm, &a);
+    int lists = p->rows.count * m->kv_heads, k = m->top_k;
+    const int32_t *from = (const int32_t *)sala__look(s, s->block_count, (size_t)lists * 4);
+    int32_t *to = p->blocks + (size_t)sparse_layer * p->blocks_l;
+    for (int i = 0; i < lists; i++)
+        to[(size_t)(i / m->kv_heads) * p->blocks_r + (size_t)(i % m->kv_heads * k)] = from[i];
+    from = (const int32_t *)sala__look(s, s->blocks, (size_t)(lists * k) * 4);
+    for (int i = 0; i < lists; i++) {
+        int32_t *list = to + (size_t)(i / m->kv_heads) * p->blocks_r + i % m->kv_heads * k;
+        int count = list[0];
+        for (int j = 0; j < k; j++) list[j] = count < 0 ? -2 : j < count ? from[i * k + j] : -1;
+    }
 }
 
 // The four (or three) projections of a mixer that read the normed input y.
@@ -6617,6 +8063,16 @@ static void sala__project(sala *s, int rows, const sala__layer *w, sala_act *k, 
     sala__op(s, SALA__OP_gemm, &a);
 }
 
+// x += residual_scale * (input w^T); y = the norm that the next reader of x wants.
+static void sala__to_residual(sala *s, int rows, const sala_act *input, const sala_weight *w,
+                              const sala_weight *norm, float divisor) {
+    const sala_dims *m = &s->config.dims;
+    sala_norm_args n = {rows, m->hidden, m->eps, m->residual_scale, s->branch, *norm,
+                        s->x, s->y,      divisor};
+    sala_gemm_norm_args a = {input, *w, n, s->partial, s->arrivals};
+    sala__op(s, SALA__OP_gemm_norm, &a);
+}
+
 static void sala__sparse_layer(sala *s, sala__pass *p, const sala__layer *w, int index) {
     const sala_dims *m = &s->config.dims;
     sala_nodes nodes = s->nodes[index];
@@ -6624,11 +8080,11 @@ static void sala__sparse_layer(sala *s, sala__pass *p, const sala__layer *w, int
         nodes.k = s->k;
         nodes.v = s->v;
     }
-    sala__project(s, p->rows.count, w, nodes.k, nodes.v);
-    if (m->sparse_rope) {
+    sala__project(s, p->bucket, w, nodes.k, nodes.v);
+    if (m->sparse_rope) { // not in the released model
         sala_qk_args qk;
         memset(&qk, 0, sizeof qk);
-        qk.rows = p->rows.count;
+        qk.rows = p->bucket;
         qk.heads = m->heads;
         qk.kv_heads = m->kv_heads;
         qk.dim = m->head_dim;
@@ -6637,22 +8093,38 @@ static void sala__sparse_layer(sala *s, sala__pass *p, const sala__layer *w, int
         qk.k = nodes.k;
         sala__op(s, SALA__OP_qk_norm_rope, &qk);
     }
-    sala_store_args store = {m, &p->rows, nodes, s->pages[index]};
-    sala__op(s, p->rows.verify ? SALA__OP_store_verify : SALA__OP_store_prefill, &store);
-    sala_select_args select = {m,         &p->rows,      s->q, nodes, s->pages[index],
-                               s->blocks, s->block_count};
+    sala_store_args store = {m, p->on_device, nodes, s->pages[index]};
+    if (!p->rows.verify) sala__op(s, SALA__OP_store_prefill, &store);
+    sala_select_args select = {m,
+                               p->on_device,
+                               s->q,
+                               nodes,
+                               s->pages[index],
+                               s->blocks,
+                               s->block_count,
+                               (int32_t)s->plan.blocks,
+                               s->normaliser,
+                               s->score};
     sala__op(s, SALA__OP_select, &select);
     sala__show_blocks(s, p, index);
-    sala_attend_args attend = {m,         &p->rows,       s->q, nodes, s->pages[index],
-                               s->blocks, s->block_count, s->o};
+    sala_attend_args attend = {m,
+                               p->on_device,
+                               s->q,
+                               nodes,
+                               s->pages[index],
+                               s->blocks,
+                               s->block_count,
+                               w->o_norm,
+                               w->gate.data ? s->gate : NULL,
+                               s->o,
+                               (int32_t)s->plan.attend_parts,
+                               s->part_o,
+                               s->part_max_sum};
+    if (!w->gate.data) attend.norm.data = NULL;
     sala__op(s, SALA__OP_attend, &attend);
-    sala_gate_args gate = {p->rows.count, m->heads * m->head_dim,        m->eps,
-                           w->o_norm,     w->gate.data ? s->gate : NULL, s->o};
-    if (w->gate.data) sala__op(s, SALA__OP_gate, &gate);
-    sala__gemm1(s, p->rows.count, s->o, &w->o, s->branch);
 }
 
-static sala_gla_args sala__gla_args(sala *s, const sala_rows *rows, int index) {
+static sala_gla_args sala__gla_args(sala *s, const sala_rows *rows, int verify, int index) {
     const sala_dims *m = &s->config.dims;
     const sala__plan *p = &s->plan;
     size_t slots = (size_t)p->slots, lin = (size_t)m->lin_kv_heads * (size_t)m->lin_dim;
@@ -6660,10 +8132,13 @@ static sala_gla_args sala__gla_args(sala *s, const sala_rows *rows, int index) {
     memset(&a, 0, sizeof a);
     a.dims = m;
     a.rows = rows;
+    a.cos_sin = m->lin_rope ? s->cos_sin : NULL;
+    a.decay = s->decay;
     a.slopes = s->slopes;
     a.q = s->q;
-    a.k = rows->verify ? s->node_k + (size_t)index * (size_t)p->node_rows * lin : s->k;
-    a.v = rows->verify ? s->node_v + (size_t)index * (size_t)p->node_rows * lin : s->v;
+    a.raw_k = s->k;
+    a.k = verify ? s->node_k + (size_t)index * (size_t)p->node_rows * lin : s->k;
+    a.v = verify ? s->node_v + (size_t)index * (size_t)p->node_rows * lin : s->v;
     a.state = s->states + (size_t)index * slots * p->state;
     a.pending_k = s->pending_k + (size_t)index * slots * p->pending;
     a.pending_v = s->pending_v + (size_t)index * slots * p->pending;
@@ -6673,91 +8148,189 @@ static sala_gla_args sala__gla_args(sala *s, const sala_rows *rows, int index) {
 
 static void sala__lightning_layer(sala *s, sala__pass *p, const sala__layer *w, int index) {
     const sala_dims *m = &s->config.dims;
-    sala_gla_args gla = sala__gla_args(s, &p->rows, index);
-    sala_act *k = (sala_act *)(uintptr_t)gla.k, *v = (sala_act *)(uintptr_t)gla.v;
-    sala__project(s, p->rows.count, w, k, v);
-    sala_qk_args qk = {p->rows.count,
-                       m->lin_heads,
-                       m->lin_kv_heads,
-                       m->lin_dim,
-                       m->eps,
-                       w->q_norm,
-                       w->k_norm,
-                       m->lin_rope ? s->cos_sin : NULL,
-                       s->q,
-                       k};
-    sala__op(s, SALA__OP_qk_norm_rope, &qk);
+    sala_gla_args gla = sala__gla_args(s, p->on_device, p->rows.verify, index);
+    gla.q_norm = w->q_norm;
+    gla.k_norm = w->k_norm;
+    sala__project(s, p->bucket, w, s->k, (sala_act *)(uintptr_t)gla.v);
     sala__op(s, p->rows.verify ? SALA__OP_gla_verify : SALA__OP_gla_prefill, &gla);
-    sala_gate_args gate = {p->rows.count, m->lin_heads * m->lin_dim,     m->eps,
-                           w->o_norm,     w->gate.data ? s->gate : NULL, s->o};
+    sala_gate_args gate = {p->bucket, m->lin_heads * m->lin_dim,     m->eps,
+                           w->o_norm, w->gate.data ? s->gate : NULL, s->o};
     sala__op(s, SALA__OP_gate, &gate);
-    sala__gemm1(s, p->rows.count, s->o, &w->o, s->branch);
-}
-
-static void sala__mlp(sala *s, int rows, const sala__layer *w) {
-    sala_gemm_args a;
-    memset(&a, 0, sizeof a);
-    a.rows = rows;
-    a.count = 2;
-    a.x = s->y;
-    a.w[0] = w->mlp_gate;
-    a.w[1] = w->mlp_up;
-    a.y[0] = s->ffn_gate;
-    a.y[1] = s->ffn_up;
-    sala__op(s, SALA__OP_gemm, &a);
-    sala_swiglu_args act = {rows, s->config.dims.ffn, s->ffn_gate, s->ffn_up};
-    sala__op(s, SALA__OP_swiglu, &act);
-    sala__gemm1(s, rows, s->ffn_gate, &w->mlp_down, s->branch);
 }
 
 // All layers for all rows. Every token's path through the model is this function.
 static void sala__forward(sala *s, sala__pass *p) {
     const sala_dims *m = &s->config.dims;
-    int sparse = 0, lightning = 0, rows = p->rows.count;
-    sala_embed_args embed = {m, &p->rows, s->weights.embed, s->x};
+    const sala__weights *weights = s->on_gpu ? &s->gpu_weights : &s->weights;
+    int sparse = 0, lightning = 0, rows = p->bucket;
+    sala_embed_args embed = {m, p->on_device, weights->embed, s->x};
     sala__op(s, SALA__OP_embed, &embed);
     sala__show_hidden(s, p, 0, s->x);
-    sala_rope_args rope = {&p->rows, m->rope_theta, m->lin_dim, s->cos_sin};
+    sala_rope_args rope = {p->on_device, m->lin_dim, s->frequency, s->cos_sin};
     sala__op(s, SALA__OP_rope_table, &rope);
     if (m->sparse_rope) { // not in the released model; the two kinds of heads may differ in width
         rope.dim = m->head_dim;
+        rope.frequency = s->sparse_frequency;
         rope.cos_sin = s->sparse_cos_sin;
         sala__op(s, SALA__OP_rope_table, &rope);
     }
-    sala_norm_args norm = {rows, m->hidden, m->eps, m->residual_scale, NULL, s->weights.final_norm,
+    sala_norm_args norm = {rows, m->hidden, m->eps, 0, NULL, weights->layers[0].input_norm,
                            s->x, s->y,      1};
+    sala__op(s, SALA__OP_norm, &norm);
     for (int l = 0; l < m->layers; l++) {
-        const sala__layer *w = &s->weights.layers[l];
-        norm.weight = w->input_norm;
-        sala__op(s, SALA__OP_norm, &norm); // adds the MLP branch of the layer before
-        if (l > 0) sala__show_hidden(s, p, l, s->x);
+        const sala__layer *w = &weights->layers[l];
+        int last = l == m->layers - 1;
         if (w->sparse)
             sala__sparse_layer(s, p, w, sparse++);
         else
             sala__lightning_layer(s, p, w, lightning++);
-        norm.branch = s->branch;
-        norm.weight = w->post_norm;
-        sala__op(s, SALA__OP_norm, &norm);
-        sala__mlp(s, rows, w);
+        sala__to_residual(s, rows, s->o, &w->o, &w->post_norm, 1);
+        sala_gemm_swiglu_args mlp = {rows, s->y, w->mlp_gate, w->mlp_up, s->ffn_gate, s->ffn_up};
+        sala__op(s, SALA__OP_gemm_swiglu, &mlp);
+        sala__to_residual(s, rows, s->ffn_gate, &w->mlp_down,
+                          last ? &weights->final_norm : &w[1].input_norm,
+                          last && !p->hidden ? m->logit_divisor : 1);
+        sala__show_hidden(s, p, l + 1, s->x);
     }
-    norm.weight = s->weights.final_norm;
-    if (p->hidden) { // the final norm as it is, before the division that the head wants
-        sala__op(s, SALA__OP_norm, &norm);
-        sala__show_hidden(s, p, m->layers, s->x);
+    if (p->hidden) { // the final norm as it is, then once more with the division that the head wants
         sala__show_hidden(s, p, m->layers + 1, s->y);
-        norm.branch = NULL;
+        norm.weight = weights->final_norm;
+        norm.divisor = m->logit_divisor;
+        sala__op(s, SALA__OP_norm, &norm);
     }
-    norm.divisor = m->logit_divisor;
-    sala__op(s, SALA__OP_norm, &norm);
     if (!p->logits_rows) return;
     sala_gemm_args head;
     memset(&head, 0, sizeof head);
-    head.rows = p->logits_rows;
+    head.rows = s->on_gpu ? rows : p->logits_rows;
     head.count = 1;
-    head.x = s->y + (size_t)p->logits_first * (size_t)m->hidden;
-    head.w[0] = s->weights.head;
-    head.y_f32 = p->logits;
+    head.x = s->y + (s->on_gpu ? 0 : (size_t)p->logits_first * (size_t)m->hidden);
+    head.w[0] = weights->head;
+    head.y_f32 = s->on_gpu ? s->logits : p->logits;
     sala__op(s, SALA__OP_gemm, &head);
+}
+
+// The trees of today are chains that are accepted whole.
+static void sala__run_commit(sala *s, const sala__pass *p) {
+    const sala__plan *plan = &s->plan;
+    sala_commit_args a = {&s->config.dims,
+                          p->on_device,
+                          s->sparse_layers,
+                          s->lightning_layers,
+                          plan->slots,
+                          plan->node_rows,
+                          (const int32_t *)sala__step_at(s, s->accepted),
+                          (const int32_t *)sala__step_at(s, s->accepted_rows),
+                          s->on_gpu ? s->gpu_nodes : s->nodes,
+                          s->on_gpu ? s->gpu_pages : s->pages,
+                          s->node_k,
+                          s->node_v,
+                          s->pending_k,
+                          s->pending_v};
+    sala__op(s, SALA__OP_commit, &a);
+}
+
+// ---- the pass on a GPU ----
+
+static int sala__bucket(int n, int most) { // the next power of two
+    int b = 1;
+    while (b < n) b *= 2;
+    return b < most ? b : most;
+}
+
+// Everything between the step block's way to the device and the chosen tokens' way back.
+static void sala__gpu_launch_pass(sala *s, sala__pass *p) {
+    sala__gpu *g = &s->gpu;
+    sala_error *e = &g->error;
+    if (sala__cuda_upload(&g->cuda, sala__on_gpu(s->gpu_step), s->step, sala__step_layout(s), e))
+        return;
+    sala__forward(s, p);
+    sala__run_commit(s, p);
+    if (!p->logits_rows || e->code) return;
+    sala_sample_args a = {p->on_device,     s->config.dims.vocab,
+                          s->logits,        (const sala_sampling *)sala__step_at(s, s->sampling),
+                          s->counts,        s->biases,
+                          s->sample_weight, s->chosen};
+    sala__launch_sample(g, &a);
+    if (!e->code)
+        sala__cuda_download(&g->cuda, s->tokens_out, sala__on_gpu(s->chosen), (size_t)p->bucket * 4,
+                            e);
+}
+
+// The recorded pass of this bucket; recorded now if it is not there. NULL: run it without.
+static sala__cu_exec sala__gpu_graph(sala *s, sala__pass *p) {
+    sala__gpu *g = &s->gpu;
+    int logits = p->logits_rows > 0;
+    for (int i = 0; i < g->graph_count; i++)
+        if (g->graphs[i].rows == g->rows && g->graphs[i].seqs == g->seqs &&
+            g->graphs[i].logits == logits)
+            return g->graphs[i].exec;
+    if (g->graph_count == SALA__GRAPHS || p->hidden || g->tree_slots) return NULL;
+    sala__graph *graph = &g->graphs[g->graph_count];
+    if (sala__cuda_capture_begin(&g->cuda, &g->error) < 0) return NULL;
+    sala__gpu_launch_pass(s, p);
+    sala__cu_exec *exec = g->error.code ? NULL : &graph->exec;
+    sala__cuda_capture_end(&g->cuda, exec, &g->error);
+    if (g->error.code) return NULL;
+    graph->rows = g->rows;
+    graph->seqs = g->seqs;
+    graph->logits = logits;
+    g->graph_count++;
+    return graph->exec;
+}
+
+static int sala__gpu_pass(sala *s, sala__pass *p, sala_error *err) {
+    sala__gpu *g = &s->gpu;
+    sala_error *e = &g->error;
+    memset(e, 0, sizeof *e);
+    g->rows = p->bucket = sala__bucket(p->rows.count, s->plan.node_rows);
+    g->seqs = sala__bucket(p->rows.seq_count, s->plan.slots);
+    sala_rows there = {p->rows.count,
+                       p->rows.seq_count,
+                       1,
+                       (const sala_seq *)sala__step_at(s, s->seqs),
+                       (const int32_t *)sala__step_at(s, s->token),
+                       (const int32_t *)sala__step_at(s, s->position),
+                       (const int32_t *)sala__step_at(s, s->seq),
+                       (const int32_t *)sala__step_at(s, s->paths)};
+    *s->step_rows = there;
+    p->on_device = (const sala_rows *)sala__step_at(s, s->step_rows);
+    sala__cu_exec graph = p->hidden ? NULL : sala__gpu_graph(s, p);
+    if (!e->code && graph)
+        sala__cuda_graph_launch(&g->cuda, graph, e);
+    else if (!e->code)
+        sala__gpu_launch_pass(s, p);
+    size_t row = (size_t)s->config.dims.vocab * sizeof(float);
+    if (!e->code && p->show_logits)
+        sala__cuda_download(&g->cuda, p->logits,
+                            sala__on_gpu(s->logits) + (size_t)p->logits_first * row,
+                            (size_t)p->logits_rows * row, e);
+    if (!e->code) sala__cuda_wait(&g->cuda, e);
+    return e->code ? sala__fail(err, e->code, "%s", e->text) : 0;
+}
+
+// One pass; in verify form its nodes are accepted and become part of their sequences.
+static int sala__run_pass(sala *s, sala__pass *p, sala_error *err) {
+    for (int i = 0; i < p->rows.seq_count && p->rows.verify; i++) {
+        s->accepted[i] = s->seqs[i].rows;
+        for (int j = 0; j < s->seqs[i].rows; j++)
+            s->accepted_rows[i * SALA_MAX_PATH + j] = s->seqs[i].first_row + j;
+    }
+    if (s->on_gpu) {
+        int code = sala__gpu_pass(s, p, err);
+        if (code < 0) return code;
+    } else {
+        p->on_device = &p->rows;
+        p->bucket = p->rows.count;
+        sala__forward(s, p);
+        if (p->rows.verify) sala__run_commit(s, p);
+    }
+    for (int i = 0; i < p->rows.seq_count; i++) {
+        sala__sequence *q = &s->sequences[s->seqs[i].slot];
+        q->stored += s->seqs[i].rows;
+        q->pending = p->rows.verify ? s->accepted[i] : 0;
+        q->root = -1; // until the next token is chosen
+    }
+    return 0;
 }
 
 // ---- choosing tokens, text, the end of a request ----
@@ -6910,11 +8483,21 @@ static int sala__admit(sala *s, sala__request *r, sala_error *err) {
         q->id = r->id; // a sequence is named after the request that began it
         q->stored = q->pending = 0;
         q->root = -1;
-        for (int l = 0; l < s->lightning_layers; l++)
-            memset(s->states + ((size_t)l * (size_t)s->plan.slots + (size_t)slot) * s->plan.state,
-                   0, s->plan.state * 4);
+        for (int l = 0; l < s->lightning_layers && code == 0; l++) {
+            float *state =
+                s->states + ((size_t)l * (size_t)s->plan.slots + (size_t)slot) * s->plan.state;
+            if (s->on_gpu)
+                code =
+                    sala__cuda_fill(&s->gpu.cuda, sala__on_gpu(state), 0, s->plan.state * 4, err);
+            else
+                memset(state, 0, s->plan.state * 4);
+        }
     }
     for (; need > 0; need--) q->pages[q->page_count++] = s->free_pages[--s->free_page_count];
+    if (code == 0 && s->on_gpu)
+        code = sala__put(s, s->page_tables + (q - s->sequences) * s->plan.blocks, q->pages,
+                         (size_t)q->page_count * 4, err);
+    if (code < 0) return code;
     q->request = r->id;
     r->slot = (int32_t)(q - s->sequences);
     r->sequence = q->id;
@@ -6948,10 +8531,15 @@ static int sala__begin_segment(sala *s, sala__request *r, sala_error *err) {
     return 0;
 }
 
-// Fold a sequence's pending path into its states: before a new segment is prefilled.
+// The page table of a sequence, where the operations read it.
+static const int32_t *sala__pages_of(const sala *s, const sala__sequence *q) {
+    return s->on_gpu ? s->page_tables + (q - s->sequences) * s->plan.blocks : q->pages;
+}
+
+// Fold a sequence's pending path into its states: before a new segment is prefilled in chunk form.
 static void sala__materialise(sala *s, int slot) {
     sala__sequence *q = &s->sequences[slot];
-    if (!q->pending) return;
+    if (!q->pending || s->on_gpu) return; // there prefill is a verify, which does it
     sala_seq seq = {slot, 0, 0, q->stored, 0, q->pending, q->pages};
     sala_rows rows;
     memset(&rows, 0, sizeof rows);
@@ -6959,7 +8547,7 @@ static void sala__materialise(sala *s, int slot) {
     rows.verify = 1;
     rows.seqs = &seq;
     for (int l = 0; l < s->lightning_layers; l++) {
-        sala_gla_args a = sala__gla_args(s, &rows, l);
+        sala_gla_args a = sala__gla_args(s, &rows, 1, l);
         a.o = NULL;
         sala__op(s, SALA__OP_gla_verify, &a);
     }
@@ -6997,34 +8585,100 @@ static sala_rows sala__rows(sala *s, int count, int seq_count, int verify) {
     return rows;
 }
 
-static void sala__sample_row(sala *s, const sala__request *r, const float *logits, int thread,
-                             sala__choice *c) {
-    char *scratch =
-        s->sample_scratch + (size_t)thread * sala__sampler_scratch(s->config.dims.vocab);
+// Tell the GPU how to choose the token of `position` from the logits of a row.
+static void sala__set_sampling(sala *s, sala__request *r, int row, int64_t position) {
+    const sala__sampler *from = &r->sampler;
+    sala_sampling to = {from->temperature,    from->top_p,    from->min_p_log,
+                        from->repetition,     from->presence, from->frequency,
+                        from->top_k,          r->slot,        from->counts != NULL,
+                        from->biases != NULL, from->seed,     (uint64_t)position};
+    s->sampling[row] = to;
+    size_t vocab = (size_t)from->vocab, at = (size_t)r->slot * vocab;
+    sala__cuda *c = &s->gpu.cuda;
+    const sala__sequence *q = &s->sequences[r->slot];
+    if (from->counts && !r->tables_sent) // all of them once, then the one that changed
+        sala__cuda_upload(c, sala__on_gpu(s->counts + at), from->counts, vocab * 4, &s->gpu.error);
+    else if (from->counts && q->token_count)
+        sala__cuda_upload(c, sala__on_gpu(s->counts + at + q->tokens[q->token_count - 1]),
+                          from->counts + q->tokens[q->token_count - 1], 4, &s->gpu.error);
+    if (from->biases && !r->tables_sent)
+        sala__cuda_upload(c, sala__on_gpu(s->biases + at), from->biases, vocab * 4, &s->gpu.error);
+    r->tables_sent = 1;
+}
+
+// Choose the token that follows row `row` of the pass; a GPU has done so. `logits` of that row: on
+// a GPU only read where the request wants log-probabilities.
+static void sala__sample_row(sala *s, const sala__request *r, const float *logits, int row,
+                             int thread, sala__choice *c) {
     int64_t position = s->sequences[r->slot].stored;
+    int forced = r->chosen < r->force_count;
     c->top_count = 0;
-    c->token = sala__sample(&r->sampler, logits, position, NULL, 0, scratch, &c->logprob, c->top,
-                            &c->top_count);
-    if (c->token < 0 || r->chosen >= r->force_count) return;
-    c->token = r->force[r->chosen];
-    float largest = logits[sala__sampler_argmax(logits, s->config.dims.vocab)];
-    if (r->logprobs)
-        sala__sampler_report(&r->sampler, logits, largest, c->token, &c->logprob, c->top,
-                             &c->top_count);
+    c->logprob = 0;
+    if (s->on_gpu) {
+        c->token = s->tokens_out[row];
+    } else {
+        char *scratch =
+            s->sample_scratch + (size_t)thread * sala__sampler_scratch(s->config.dims.vocab);
+        c->token = sala__sample(&r->sampler, logits, position, NULL, 0, scratch, &c->logprob,
+                                c->top, &c->top_count);
+    }
+    if (c->token < 0) return;
+    if (forced) c->token = r->force[r->chosen];
+    if (r->logprobs && (forced || s->on_gpu))
+        sala__sampler_report(&r->sampler, logits,
+                             logits[sala__sampler_argmax(logits, s->config.dims.vocab)], c->token,
+                             &c->logprob, c->top, &c->top_count);
 }
 
 // The rows of a pass as an event.
-static int sala__rows_event(sala *s, const sala__request *r, const sala__pass *p, int row,
-                            int count, sala_error *err) {
+static int sala__rows_event(sala *s, const sala__request *r, const sala__pass *p, int position,
+                            int row, int count, sala_error *err) {
     sala_event *e = sala__add_event(s, r, SALA_EVENT_ROWS, err);
     if (!e) return SALA_E_MEMORY;
     e->sequence = r->sequence;
-    e->first_position = s->position[row];
+    e->first_position = position;
     e->row_count = count;
     e->logits = p->logits + (size_t)(row - p->logits_first) * (size_t)s->config.dims.vocab;
     e->hidden = p->hidden ? p->hidden + (size_t)row * p->hidden_r : NULL;
     e->blocks = p->blocks ? p->blocks + (size_t)row * p->blocks_r : NULL;
     return 0;
+}
+
+// One pass over `count` tokens of a prompt, from index `first` of the chunk that began with the
+// request's token r->prefilled. On a GPU: a chain of nodes that is accepted whole.
+static int sala__prefill_pass(sala *s, sala__request *r, int first, int count, sala__pass *p,
+                              sala_error *err) {
+    sala__sequence *q = &s->sequences[r->slot];
+    int start = q->stored, verify = s->on_gpu;
+    for (int i = 0; i < count; i++)
+        sala__row(s, i, 0, r->tokens[r->prefilled + first + i], start + i);
+    for (int i = 0; i < count && verify; i++)
+        for (int j = 0; j <= i; j++) s->paths[i * SALA_MAX_PATH + j] = j;
+    sala_seq seq = {r->slot,
+                    0,
+                    count,
+                    verify ? start : start + count,
+                    r->segment_start,
+                    verify ? q->pending : 0,
+                    sala__pages_of(s, q)};
+    s->seqs[0] = seq;
+    p->rows = sala__rows(s, count, 1, verify);
+    for (int i = 0; i < count && verify; i++) s->sampling[i].slot = -1;
+    if (verify && p->logits_rows) sala__set_sampling(s, r, count - 1, start + count);
+    return sala__run_pass(s, p, err);
+}
+
+// What a chunk shows of its rows: one event's arrays, filled by one or several passes.
+static void sala__prefill_shows(sala *s, int count, sala__pass *p) {
+    const sala_dims *m = &s->config.dims;
+    p->show_logits = 1;
+    if (!s->prefill_hidden) return;
+    p->hidden = s->prefill_hidden;
+    p->hidden_l = (size_t)count * (size_t)m->hidden;
+    p->hidden_r = (size_t)m->hidden;
+    p->blocks = s->prefill_blocks;
+    p->blocks_r = (size_t)m->kv_heads * (size_t)m->top_k;
+    p->blocks_l = (size_t)count * p->blocks_r;
 }
 
 // One chunk of one prompt. It ends with the prompt or at an absolute multiple of 64, whatever the
@@ -7033,42 +8687,42 @@ static int sala__rows_event(sala *s, const sala__request *r, const sala__pass *p
 static int sala__prefill_chunk(sala *s, sala__request *r, int budget, sala_error *err) {
     const sala_dims *m = &s->config.dims;
     sala__sequence *q = &s->sequences[r->slot];
-    int rows_wanted = (r->want_rows & SALA_ROWS_PROMPT) != 0;
-    if (rows_wanted && budget > s->plan.logits_rows) budget = s->plan.logits_rows;
+    int shows = (r->want_rows & SALA_ROWS_PROMPT) != 0, most = s->on_gpu ? SALA_MAX_PATH : INT_MAX;
+    if (shows && budget > s->plan.logits_rows) budget = s->plan.logits_rows;
     int64_t left = r->token_count - r->prefilled;
     int start = q->stored, count = (start + budget) / SALA_TILE * SALA_TILE - start;
     if (count > left) count = (int)left;
-    for (int i = 0; i < count; i++) sala__row(s, i, 0, r->tokens[r->prefilled + i], start + i);
-    sala_seq seq = {r->slot, 0, count, start + count, r->segment_start, 0, q->pages};
-    s->seqs[0] = seq;
-    sala__pass p;
-    memset(&p, 0, sizeof p);
-    p.rows = sala__rows(s, count, 1, 0);
     int last = count == left;
-    p.logits = s->prefill_logits;
-    p.logits_first = rows_wanted ? 0 : count - 1;
-    p.logits_rows = rows_wanted ? count : last;
-    if (rows_wanted && s->prefill_hidden) {
-        p.hidden = s->prefill_hidden;
-        p.hidden_l = (size_t)count * (size_t)m->hidden;
-        p.hidden_r = (size_t)m->hidden;
-        p.blocks = s->prefill_blocks;
-        p.blocks_r = (size_t)m->kv_heads * (size_t)m->top_k;
-        p.blocks_l = (size_t)count * p.blocks_r;
+    sala__pass all, p;
+    memset(&all, 0, sizeof all);
+    all.logits = s->prefill_logits;
+    if (shows) sala__prefill_shows(s, count, &all);
+    for (int first = 0, rows; first < count; first += rows) {
+        rows = count - first < most ? count - first : most;
+        int ends = first + rows == count;
+        p = all;
+        p.logits_rows = shows ? rows : ends && last;
+        p.logits_first = shows ? 0 : rows - 1;
+        if (shows) p.logits += (size_t)first * (size_t)m->vocab;
+        if (ends && last && r->logprobs) p.show_logits = 1;
+        if (p.hidden) p.hidden += (size_t)first * p.hidden_r;
+        if (p.blocks) p.blocks += (size_t)first * p.blocks_r;
+        int code = sala__prefill_pass(s, r, first, rows, &p, err);
+        if (code < 0) return code;
     }
-    sala__forward(s, &p);
-    q->stored += count;
     r->prefilled += count;
     sala_event *e = sala__add_event(s, r, SALA_EVENT_PREFILL, err);
     if (!e) return SALA_E_MEMORY;
     e->done = r->prefilled;
     e->total = r->token_count;
-    int code = rows_wanted ? sala__rows_event(s, r, &p, 0, count, err) : 0;
+    all.logits_rows = count;
+    int code = shows ? sala__rows_event(s, r, &all, start, 0, count, err) : 0;
     if (code == 0 && last) {
         sala__choice c;
         r->state = SALA__DECODE;
-        sala__sample_row(s, r, p.logits + (size_t)(count - 1 - p.logits_first) * (size_t)m->vocab,
-                         0, &c);
+        const float *logits = p.logits + (size_t)(p.logits_rows - 1) * (size_t)m->vocab;
+        int row = p.rows.count - 1;
+        sala__sample_row(s, r, logits, row, 0, &c);
         code = sala__take_token(s, r, &c, err);
     }
     return code < 0 ? code : count;
@@ -7101,7 +8755,7 @@ typedef struct sala__sample_job {
 static void sala__sample_item(void *context, int64_t i, int thread) {
     sala__sample_job *job = (sala__sample_job *)context;
     const float *logits = job->s->verify_logits + (size_t)i * (size_t)job->s->config.dims.vocab;
-    sala__sample_row(job->s, job->requests[i], logits, thread, &job->choices[i]);
+    sala__sample_row(job->s, job->requests[i], logits, (int)i, thread, &job->choices[i]);
 }
 
 // What one verify read, for the statistics: weights and states once, K/V of what attention can see.
@@ -7119,37 +8773,19 @@ static int64_t sala__verify_bytes(const sala *s, int rows) {
     return bytes;
 }
 
-// Every accepted node becomes part of its sequence; the tree of one node is accepted whole.
-static void sala__commit(sala *s, const sala__pass *p) {
-    const sala__plan *plan = &s->plan;
-    for (int i = 0; i < p->rows.seq_count; i++) {
-        s->accepted[i] = 1;
-        s->accepted_rows[i * SALA_MAX_PATH] = s->seqs[i].first_row;
-    }
-    sala_commit_args a = {&s->config.dims, &p->rows,        s->sparse_layers, s->lightning_layers,
-                          plan->slots,     plan->node_rows, s->accepted,      s->accepted_rows,
-                          s->nodes,        s->pages,        s->node_k,        s->node_v,
-                          s->pending_k,    s->pending_v};
-    sala__op(s, SALA__OP_commit, &a);
-    for (int i = 0; i < p->rows.seq_count; i++) {
-        sala__sequence *q = &s->sequences[s->seqs[i].slot];
-        q->stored += s->accepted[i];
-        q->pending = s->accepted[i];
-        q->root = -1; // until the next token is chosen
-    }
-}
-
 static int sala__verify(sala *s, sala_error *err) {
     const sala_dims *m = &s->config.dims;
     sala__request *active[SALA_MAX_ROWS];
-    int n = 0;
-    for (sala__request *r = s->requests; r && n < s->plan.node_rows; r = r->next) {
+    int n = 0, shows = 0;
+    for (sala__request *r = s->requests; r && n < s->plan.slots; r = r->next) {
         if (r->state != SALA__DECODE || r->slot < 0) continue;
         sala__sequence *q = &s->sequences[r->slot];
-        sala_seq seq = {r->slot, n, 1, q->stored, 0, q->pending, q->pages};
+        sala_seq seq = {r->slot, n, 1, q->stored, 0, q->pending, sala__pages_of(s, q)};
         s->seqs[n] = seq;
         sala__row(s, n, n, q->root, q->stored);
         s->paths[n * SALA_MAX_PATH] = n;
+        if (s->on_gpu) sala__set_sampling(s, r, n, q->stored + 1);
+        shows |= r->logprobs > 0 || (r->want_rows & SALA_ROWS_GENERATED);
         active[n++] = r;
     }
     if (!n) return 0;
@@ -7158,6 +8794,7 @@ static int sala__verify(sala *s, sala_error *err) {
     p.rows = sala__rows(s, n, n, 1);
     p.logits = s->verify_logits;
     p.logits_rows = n;
+    p.show_logits = shows;
     if (s->verify_hidden) {
         p.hidden = s->verify_hidden;
         p.hidden_l = (size_t)m->hidden;
@@ -7166,17 +8803,19 @@ static int sala__verify(sala *s, sala_error *err) {
         p.blocks_l = (size_t)m->kv_heads * (size_t)m->top_k;
         p.blocks_r = (size_t)s->sparse_layers * p.blocks_l;
     }
-    sala__forward(s, &p);
     int64_t bytes = sala__verify_bytes(s, n);
-    sala__commit(s, &p);
+    int code = sala__run_pass(s, &p, err);
+    if (code < 0) return code;
     sala__choice *choices = s->choices;
     sala__sample_job job = {s, active, choices};
-    sala__parallel(&s->cpu, n, sala__sample_item, &job);
-    int code = 0;
+    if (s->on_gpu)
+        for (int i = 0; i < n; i++) sala__sample_item(&job, i, 0);
+    else
+        sala__parallel(&s->cpu, n, sala__sample_item, &job);
     for (int i = 0; i < n && code == 0; i++) {
         active[i]->decode_bytes += bytes;
         if (active[i]->want_rows & SALA_ROWS_GENERATED)
-            code = sala__rows_event(s, active[i], &p, i, 1, err);
+            code = sala__rows_event(s, active[i], &p, s->position[i], i, 1, err);
         if (code == 0) code = sala__take_token(s, active[i], &choices[i], err);
     }
     return code;
@@ -7216,10 +8855,13 @@ SALA_API int sala_step(sala *s, sala_error *err) {
     s->event_count = s->event_taken = s->event_top_count = 0;
     s->event_text.size = 0;
     if (!s->requests) return 0;
-    int code = sala__cancel_marked(s, err);
+    int code = s->on_gpu ? sala__cuda_enter(&s->gpu.cuda, err) : 0;
+    if (code < 0) return code;
+    code = sala__cancel_marked(s, err);
     if (code == 0) code = sala__admit_waiting(s, err);
     if (code == 0) code = sala__prefill(s, err);
     if (code == 0) code = sala__verify(s, err);
+    if (s->on_gpu) sala__cuda_leave(&s->gpu.cuda);
     sala__sweep(s);
     s->failed = code < 0; // a step is not undone half-way: what it left behind must not be used
     return code < 0 ? code : 1;

@@ -1414,7 +1414,7 @@ static void synthetic(void) {
     uint16_t far[4];
     sala__synthetic_fill(far, 0x123456789ABCu, 4, 7, 1, 0);
     for (int i = 0; i < 4; i++) {
-        uint64_t z = sala__mix64(7 + (0x123456789ABCu / 4) * 0x9E3779B97F4A7C15u);
+        uint64_t z = sala_mix64(7 + (0x123456789ABCu / 4) * 0x9E3779B97F4A7C15u);
         int16_t lane = (int16_t)(z >> 16 * i);
         CHECK(far[i] == sala_f32_bf16((float)((lane + 0.5) / 32768)), "%04x", far[i]);
     }

@@ -95,21 +95,21 @@ random_numbers(void) { // the authors' known answers (Random123, kat_vectors, ph
         philox(known[i], known[i] + 4, out);
         CHECK(memcmp(out, known[i] + 6, 16) == 0, "the test's own Philox, vector %d", i);
     }
-    CHECK(sala__random(0, 0) == 0xe169c58d6627e8d5u, "%llx",
-          (unsigned long long)sala__random(0, 0));
+    CHECK(sala_random(0, 0) == 0xe169c58d6627e8d5u, "%llx",
+          (unsigned long long)sala_random(0, 0));
     for (int i = 0; i < 1000; i++) {
         uint64_t seed = check_random() >> below(64), position = check_random() >> below(64);
         uint32_t counter[4] = {(uint32_t)position, (uint32_t)(position >> 32), 0, 0}, out[4];
         uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
         philox(counter, key, out);
-        uint64_t want = (uint64_t)out[1] << 32 | out[0], got = sala__random(seed, position);
+        uint64_t want = (uint64_t)out[1] << 32 | out[0], got = sala_random(seed, position);
         CHECK(got == want, "seed %llx position %llx", (unsigned long long)seed,
               (unsigned long long)position);
     }
     static const uint64_t sums[] = {1, 2, 3, 1u << 30, 1000000007, (uint64_t)1 << 47};
     for (int i = 0; i < 6; i++) { // a coin near 1 stays inside
-        CHECK(sala__scale_random(UINT64_MAX, sums[i]) == sums[i] - 1, "sum %d", i);
-        CHECK(sala__scale_random(0, sums[i]) == 0, "sum %d", i);
+        CHECK(sala_scale_random(UINT64_MAX, sums[i]) == sums[i] - 1, "sum %d", i);
+        CHECK(sala_scale_random(0, sums[i]) == 0, "sum %d", i);
     }
 }
 
@@ -122,14 +122,14 @@ static void exponential(void) {
         int exponent;
         frexpl(want, &exponent);
         double ulps =
-            (double)fabsl(((long double)sala__exp_negative(x) - want) / ldexpl(1, exponent - 24));
+            (double)fabsl(((long double)sala_exp_negative(x) - want) / ldexpl(1, exponent - 24));
         if (ulps > worst) worst = ulps;
     }
     printf("      worst error of exp: %.2f units in the last place\n", worst);
     CHECK(worst < 2, "%g", worst);
-    CHECK(sala__exp_negative(0.0f) == 1.0f && sala__exp_negative(-0.0f) == 1.0f, "exp(0)");
-    CHECK(sala__exp_negative(-INFINITY) == sala__exp_negative(-87.0f), "far below");
-    CHECK(sala__exp_negative(-3e38f) > 0 && sala__exp_negative(-3e38f) < 2e-38f, "far below");
+    CHECK(sala_exp_negative(0.0f) == 1.0f && sala_exp_negative(-0.0f) == 1.0f, "exp(0)");
+    CHECK(sala_exp_negative(-INFINITY) == sala_exp_negative(-87.0f), "far below");
+    CHECK(sala_exp_negative(-3e38f) > 0 && sala_exp_negative(-3e38f) < 2e-38f, "far below");
 }
 
 static void argmax(void) {
@@ -330,7 +330,7 @@ static int by_rank(const void *a, const void *b) {
 // The integer weight of a logit as the section's banner defines it.
 static uint64_t weight_of(const sala_request *r, float x, float largest) {
     float y = (x - largest) / r->temperature;
-    return (uint64_t)(sala__exp_negative(y) * 1073741824.0f + 0.5f);
+    return (uint64_t)(sala_exp_negative(y) * 1073741824.0f + 0.5f);
 }
 
 // Sort, then walk. kept[id] is set to 1; returns how many. *share: the weight share kept, *before: without the last.
@@ -389,7 +389,7 @@ static void compare_kept(const sala_request *r, const float *x, int32_t n, int64
           "%s: n %d T %g k %d p %g min %g: %d kept, not %d; %d wrong", what, (int)n,
           (double)r->temperature, r->top_k, (double)r->top_p, (double)r->min_p, (int)got, want,
           (int)bad);
-    uint64_t at = sala__scale_random(sala__random(r->seed, (uint64_t)position), want_sum),
+    uint64_t at = sala_scale_random(sala_random(r->seed, (uint64_t)position), want_sum),
              so_far = 0;
     int32_t token = draw(&s, x, position, scratch), expected = -1;
     for (int32_t i = 0; i < n && expected < 0; i++) {
@@ -561,12 +561,12 @@ static void independence(void) {
         double xy = 0, mean = 0;
         memset(seen, 0, sizeof seen);
         for (uint64_t i = 0; i < PAIRS; i++) {
-            uint64_t a = sala__random(5, i), b = sala__random(5, i + 1);
-            if (kind == 1) b = sala__random(5, i + 2);
-            if (kind == 2) b = sala__random(5, i + 64);
-            if (kind == 3) a = sala__random(i, 4096), b = sala__random(i + 1, 4096);
+            uint64_t a = sala_random(5, i), b = sala_random(5, i + 1);
+            if (kind == 1) b = sala_random(5, i + 2);
+            if (kind == 2) b = sala_random(5, i + 64);
+            if (kind == 3) a = sala_random(i, 4096), b = sala_random(i + 1, 4096);
             if (kind == 4) a <<= 32, b <<= 32;
-            if (kind == 5) a = sala__random(i, i + 1), b = sala__random(i + 1, i);
+            if (kind == 5) a = sala_random(i, i + 1), b = sala_random(i + 1, i);
             seen[(a >> 59) * SIDE + (b >> 59)]++;
             double u = (double)a * 0x1p-64 - 0.5, v = (double)b * 0x1p-64 - 0.5;
             xy += u * v * 12;
@@ -612,7 +612,7 @@ static void edges_of_the_draw(void) {
     sala__sampler s = make(&r, 4);
     void *scratch = scratch_for(4);
     for (int i = 0; i < 6; i++) {
-        uint64_t unit = sala__random(0, (uint64_t)edges[i].position) >> 33;
+        uint64_t unit = sala_random(0, (uint64_t)edges[i].position) >> 33;
         CHECK(unit == edges[i].unit, "position %lld", (long long)edges[i].position);
         int32_t token = draw(&s, x, edges[i].position, scratch);
         CHECK(token == 1 + edges[i].token, "position %lld: token %d", (long long)edges[i].position,

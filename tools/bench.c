@@ -4,6 +4,7 @@
     one prompt with its answer, and (with --gemm and for the prefill yardstick) OpenBLAS on the model's own
     shapes; the best of all repetitions counts for each, because on a shared machine a pass can only be slowed
     down. Shapes come from the engine's bound weights, so this file reads the engine's inside. */
+#include "bench_gpu.c"
 #include "roofline.h"
 
 enum {
@@ -11,6 +12,8 @@ enum {
     BENCH_GEN,
     BENCH_REPEAT,
     BENCH_PARALLEL,
+    BENCH_FILL,
+    BENCH_KERNELS,
     BENCH_GEMM,
     BENCH_TOKENIZE,
     BENCH_NO_ROOFLINE
@@ -21,6 +24,9 @@ static const cli_option bench_options[] = {
     {BENCH_GEN, "gen-tokens", "N", "tokens to generate after it (default 64)"},
     {BENCH_PARALLEL, "parallel", "N", "sequences at once, each with such a prompt (default 1)"},
     {BENCH_REPEAT, "repeat", "N", "repetitions; the best counts, the median is shown (default 5)"},
+    {BENCH_FILL, "fill", NULL,
+     "GPU: do not read the prompt; fill its K/V cache with random numbers (long contexts)"},
+    {BENCH_KERNELS, "kernels", NULL, "GPU: also a table of where a step's time goes"},
     {BENCH_GEMM, "gemm", NULL, "the model's matrix products alone, by shape and number of rows"},
     {BENCH_TOKENIZE, "tokenize", "FILE", "only encode a text file, on one core"},
     {BENCH_NO_ROOFLINE, "no-roofline", NULL, "do not measure read bandwidth and OpenBLAS"},
@@ -54,7 +60,7 @@ typedef struct bench_shape { // one distinct matrix product of a forward pass
 
 typedef struct bench {
     int64_t prompt, gen, parallel, repeat;
-    int gemm, roofline;
+    int gemm, roofline, fill, kernels;
     const char *text; // file to encode
     sala *engine;
     bench_shape shapes[BENCH_SHAPES];
@@ -129,6 +135,8 @@ static int bench_once(bench *b, const int32_t *tokens) {
         ask.ignore_eos = 1;
         if (sala_submit(b->engine, &ask, &err) < 0) return cli_fail(CLI_FAILED, "%s", err.text);
     }
+    if (b->fill && bench_skip_prompt(b->engine, b->prompt - 1, &err) < 0)
+        return cli_fail(CLI_FAILED, "%s", err.text);
     while ((step = sala_step(b->engine, &err)) > 0) {
         int decoding = 1;
         double now = cli_now();
@@ -159,6 +167,10 @@ static int bench_once(bench *b, const int32_t *tokens) {
 static void bench_yardsticks(bench *b) { // one pass of each
     int threads = b->engine->options.threads;
     if (!b->roofline) return;
+    if (b->engine->on_gpu) {
+        b->read[b->done] = bench_gpu_read(b->engine);
+        return;
+    }
     b->read[b->done] = roofline_read(b->buffer, b->buffer_bytes, threads, 1);
     for (int i = 0; b->blas.library && i < b->shape_count; i++) {
         bench_shape *s = &b->shapes[i];
@@ -221,12 +233,19 @@ static void bench_print(const bench *b, int json) {
 static double bench_product(bench *b, const sala_weight *w, int rows, const sala_act *x,
                             sala_act *y) { // best seconds
     double best = 1e30;
+    sala_gemm_args a;
+    memset(&a, 0, sizeof a);
+    a.rows = rows;
+    a.count = 1;
+    a.x = x;
+    a.w[0] = *w;
+    a.y[0] = y;
     for (int64_t i = 0; i < b->repeat; i++) {
         if (b->roofline)
             roofline_read(b->buffer, b->buffer_bytes, b->engine->options.threads,
                           1); // empty the caches
         double start = cli_now();
-        sala__gemm1(b->engine, rows, x, w, y);
+        sala__op(b->engine, SALA__OP_gemm, &a);
         best = fmin(best, cli_now() - start);
     }
     return best;
@@ -294,6 +313,7 @@ static int bench_tokenize(bench *b) { // megabytes a second of sala_tokenize
 
 static int bench_run(bench *b, cli_args *a) {
     int code = CLI_OK;
+    sala_error err;
     int32_t *tokens = (int32_t *)cli_resize(NULL, (size_t)b->prompt * sizeof *tokens);
     uint32_t vocab = (uint32_t)b->engine->config.dims.vocab;
     for (int64_t i = 0; i < b->prompt; i++)
@@ -301,7 +321,9 @@ static int bench_run(bench *b, cli_args *a) {
     bench_find_shapes(b);
     b->blas_rows =
         (int)(b->prompt < b->engine->options.chunk ? b->prompt : b->engine->options.chunk);
-    if (b->roofline) {
+    if (b->fill && bench_fill_cache(b->engine, &err) < 0)
+        code = cli_fail(CLI_FAILED, "%s", err.text);
+    if (b->roofline && !b->engine->on_gpu) {
         b->buffer_bytes = (size_t)1 << 29;
         b->buffer = (unsigned char *)cli_resize(NULL, b->buffer_bytes);
         memset(b->buffer, 1, b->buffer_bytes);
@@ -324,6 +346,8 @@ static int bench_run(bench *b, cli_args *a) {
         }
         cli_progress_clear();
         if (code == CLI_OK) bench_print(b, a->json);
+        if (code == CLI_OK && b->kernels)
+            bench_kernels(b->engine, (int)b->parallel, "\nwhere a step's time goes");
         if (code == CLI_OK) code = cli_flush();
     }
     roofline_blas_close(&b->blas);
@@ -351,6 +375,8 @@ static int sala_bench(int argc, char **argv) {
         if (id == BENCH_PARALLEL) code = cli_integer("parallel", a.value, 1, 256, &b->parallel);
         if (id == BENCH_REPEAT) code = cli_integer("repeat", a.value, 1, BENCH_REPEATS, &b->repeat);
         if (id == BENCH_GEMM) b->gemm = 1;
+        if (id == BENCH_FILL) b->fill = 1;
+        if (id == BENCH_KERNELS) b->kernels = 1;
         if (id == BENCH_TOKENIZE) b->text = a.value;
         if (id == BENCH_NO_ROOFLINE) b->roofline = 0;
         if (code == CLI_OK) continue;
@@ -367,7 +393,13 @@ static int sala_bench(int argc, char **argv) {
         if (!a.options.kv_tokens) a.options.kv_tokens = (need + 64) * b->parallel;
         if (a.options.kv_tokens < a.options.context) a.options.kv_tokens = a.options.context;
         b->engine = cli_open(&a);
-        if (b->engine) a.code = b->text ? bench_tokenize(b) : bench_run(b, &a);
+        if (b->engine && !b->engine->on_gpu && (b->fill || b->kernels))
+            a.code = cli_fail(CLI_USAGE, "--fill and --kernels need a GPU (device is %s)",
+                              b->engine->device);
+        else if (b->engine && b->engine->on_gpu && b->gemm)
+            a.code = cli_fail(CLI_USAGE, "--gemm measures the CPU: add --device cpu");
+        else if (b->engine)
+            a.code = b->text ? bench_tokenize(b) : bench_run(b, &a);
         sala_close(b->engine);
     }
     free(b);

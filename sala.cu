@@ -1,0 +1,2297 @@
+/*  sala.cu - every kernel of sala, in the order in which a token meets them.
+
+    Compiled at run time by NVRTC for one model on one device: SALA_DIMS holds the model's shape, so
+    every loop bound below is a constant. Each kernel is the twin of a plain C function in sala.h
+    that defines what it computes; kernels.h holds their arguments and says what lies where.
+
+    Rules that all of them keep:
+    - sala_launch_next() first, so that the next kernel's blocks may move in early; then
+      sala_wait_grid() by every thread before anything but weights is read or written.
+    - The bits of a row depend on that row alone: partitions stand at absolute positions, sums have
+      one fixed order, no atomics on floats, every fused multiply-add is written fmaf.
+    - Row counts and lengths are read on the device; grids depend on the bucket and the capacity.
+*/
+#include "kernels.h"
+
+// ---- 1. wrappers: what C has no words for. The simulator in tests/sim replaces just these. ----
+
+#define SALA_DEVICE static __device__ __forceinline__
+
+#ifndef SALA_SIM
+// The block's dynamic shared memory.
+SALA_DEVICE unsigned char *sala_shared(void) {
+    extern __shared__ __align__(1024) unsigned char sala_shared_memory[];
+    return sala_shared_memory;
+}
+
+// Programmatic dependent launch: wait until the kernel before this one is complete and its writes
+// are visible; allow the next kernel's blocks to start.
+SALA_DEVICE void sala_wait_grid(void) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+SALA_DEVICE void sala_launch_next(void) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// d[16x8] += a[16x16] b[16x8], BF16 inputs, FP32 sums. With lane = 4g + c: a = rows g, g+8, g, g+8
+// at k 2c, 2c, 2c+8, 2c+8 (two each); b = column g at k 2c, 2c+8; d = rows g, g, g+8, g+8 at
+// columns 2c, 2c+1, 2c, 2c+1.
+SALA_DEVICE void sala_mma(float d[4], const uint32_t a[4], const uint32_t b[2]) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+SALA_DEVICE void sala_ldmatrix4(uint32_t r[4], const void *shared) {
+    uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
+}
+
+SALA_DEVICE void sala_ldmatrix4_trans(uint32_t r[4], const void *shared) {
+    uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
+}
+
+// 16 bytes from global to shared memory in the background; they are there after a commit and a
+// wait (of this thread; a barrier makes them visible to the others).
+SALA_DEVICE void sala_copy16_or_zero(void *shared, const void *global, bool valid) {
+    uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(global),
+                 "r"(valid ? 16 : 0)
+                 : "memory");
+}
+
+SALA_DEVICE void sala_copy16(void *shared, const void *global) {
+    uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(global) : "memory");
+}
+
+// The same for weights. A policy that lets them leave the L2 cache first would fit, but NVRTC 13.0
+// assembles cp.async with a cache hint wrongly for sm_90 and later.
+SALA_DEVICE void sala_copy16_stream(void *shared, const void *global) {
+    sala_copy16(shared, global);
+}
+
+SALA_DEVICE void sala_copy_commit(void) {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+#define SALA_COPY_WAIT(n) asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory")
+
+// 16 bytes of a weight that is read once.
+SALA_DEVICE uint4 sala_load_once(const void *global) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(global));
+    return v;
+}
+
+// Count this block in (call it from one thread, after a barrier): how many came before. All that
+// the block wrote is visible to who sees the count.
+SALA_DEVICE int sala_arrive(int *counter) {
+    __threadfence();
+    int before = atomicAdd(counter, 1);
+    __threadfence();
+    return before;
+}
+
+SALA_DEVICE void sala_await(const int *counter, int target) {
+    int seen;
+    do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+    } while (seen != target);
+}
+#endif
+
+constexpr sala_dims MODEL = {SALA_DIMS};
+
+// ---- 2. small helpers ----
+
+SALA_DEVICE float sala_low(uint32_t pair) { // the two halves of a pair of BF16
+    return __uint_as_float(pair << 16);
+}
+
+SALA_DEVICE float sala_high(uint32_t pair) {
+    return __uint_as_float(pair & 0xFFFF0000u);
+}
+
+SALA_DEVICE uint32_t sala_pair(float low, float high) {
+    return (uint32_t)sala_f32_bf16(low) | (uint32_t)sala_f32_bf16(high) << 16;
+}
+
+// Sum over the warp, the same tree for every lane.
+SALA_DEVICE float sala_warp_sum(float x) {
+    for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
+    return x;
+}
+
+SALA_DEVICE float sala_warp_max(float x) {
+    for (int step = 16; step > 0; step >>= 1) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, step));
+    return x;
+}
+
+// Sum over the block of up to 32 warps; `partial` [warps] floats of shared memory. All threads call it.
+SALA_DEVICE float sala_block_sum(float x, float *partial) {
+    int warps = (int)blockDim.x >> 5;
+    x = sala_warp_sum(x);
+    __syncthreads(); // `partial` may still be read from the call before
+    if ((threadIdx.x & 31) == 0) partial[threadIdx.x >> 5] = x;
+    __syncthreads();
+    float sum = 0;
+    for (int w = 0; w < warps; w++) sum += partial[w];
+    return sum;
+}
+
+SALA_DEVICE float sala_sigmoid(float x) {
+    return 1.0f / (1.0f + expf(-x));
+}
+
+
+// ---- 3. embedding, positions, norms of heads, gates ----
+
+// x[r] = act(embed_scale * table[token[r]]). One block a row; reads and writes 2 * hidden bytes
+// each. A run of eight k is two words of each of two lane pieces. Twin: sala__op_embed.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    sala_embed(const __grid_constant__ sala_embed_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    int r = (int)blockIdx.x;
+    if (r >= a.rows->count) return;
+    int n = a.rows->token[r], half = n >> 3 & 1;
+    const uint16_t *table = (const uint16_t *)a.table.data;
+    for (int k = 8 * (int)threadIdx.x; k < MODEL.hidden; k += 8 * 256) {
+        uint4 first = *(const uint4 *)(table + (sala_packed(n, k, MODEL.hidden) & ~7ll));
+        uint4 second = *(const uint4 *)(table + (sala_packed(n, k + 4, MODEL.hidden) & ~7ll));
+        uint32_t word[4] = {half ? first.y : first.x, half ? first.w : first.z,
+                            half ? second.y : second.x, half ? second.w : second.z};
+        for (int i = 0; i < 4; i++)
+            word[i] = sala_pair(sala_low(word[i]) * MODEL.embed_scale,
+                                sala_high(word[i]) * MODEL.embed_scale);
+        *(uint4 *)(a.x + (int64_t)r * MODEL.hidden + k) =
+            make_uint4(word[0], word[1], word[2], word[3]);
+    }
+}
+
+// cos and sin of every row's position. One block a row, one thread a frequency. The angle is an
+// FP32 product as upstream's; cos and sin in double reach every position. Twin: sala__op_rope_table.
+extern "C" __global__ void __launch_bounds__(64, 2)
+    sala_rope_table(const __grid_constant__ sala_rope_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    int r = (int)blockIdx.x, i = (int)threadIdx.x;
+    if (r >= a.rows->count || i >= a.dim / 2) return;
+    float angle = (float)a.rows->position[r] * a.frequency[i];
+    float2 turn = make_float2((float)cos((double)angle), (float)sin((double)angle));
+    *(float2 *)(a.cos_sin + (int64_t)r * a.dim + 2 * i) = turn;
+}
+
+// A head of q or k of 128 elements lies in a warp as two pairs a lane: elements 2l, 2l+1 and
+// 64+2l, 64+2l+1, so that RoPE's partners meet in one lane.
+SALA_DEVICE uint2 sala_head_load(const sala_act *head) {
+    const uint32_t *pair = (const uint32_t *)head;
+    int lane = (int)threadIdx.x & 31;
+    return make_uint2(pair[lane], pair[32 + lane]);
+}
+
+SALA_DEVICE void sala_head_store(sala_act *head, uint2 x) {
+    uint32_t *pair = (uint32_t *)head;
+    int lane = (int)threadIdx.x & 31;
+    pair[lane] = x.x;
+    pair[32 + lane] = x.y;
+}
+
+SALA_DEVICE float sala_head_squares(uint2 x) { // sum over the head, for every lane
+    float sum = sala_low(x.x) * sala_low(x.x);
+    sum = fmaf(sala_high(x.x), sala_high(x.x), sum);
+    sum = fmaf(sala_low(x.y), sala_low(x.y), sum);
+    sum = fmaf(sala_high(x.y), sala_high(x.y), sum);
+    return sala_warp_sum(sum);
+}
+
+// RMSNorm of two pairs, given the head's sum of squares: x * inverse and its product with the
+// weight are both rounded, as upstream does.
+SALA_DEVICE uint2 sala_head_norm(uint2 x, float squares, float eps, uint2 weight) {
+    float inverse = 1.0f / sqrtf(squares / 128.0f + eps);
+    return make_uint2(sala_pair(sala_round(sala_low(x.x) * inverse) * sala_low(weight.x),
+                                sala_round(sala_high(x.x) * inverse) * sala_high(weight.x)),
+                      sala_pair(sala_round(sala_low(x.y) * inverse) * sala_low(weight.y),
+                                sala_round(sala_high(x.y) * inverse) * sala_high(weight.y)));
+}
+
+// RoPE: turn = cos, sin of the lane's two frequencies.
+SALA_DEVICE uint2 sala_head_rope(uint2 x, float4 turn) {
+    float low = sala_low(x.x), low_end = sala_low(x.y);
+    float high = sala_high(x.x), high_end = sala_high(x.y);
+    return make_uint2(
+        sala_pair(fmaf(low, turn.x, -(low_end * turn.y)), fmaf(high, turn.z, -(high_end * turn.w))),
+        sala_pair(fmaf(low_end, turn.x, low * turn.y), fmaf(high_end, turn.z, high * turn.w)));
+}
+
+// q and k of a sparse layer in place: norm (if there are weights), rotation (if there is a table).
+// One warp a (row, head). Twin: sala__op_qk_norm_rope.
+extern "C" __global__ void __launch_bounds__(128, 2)
+    sala_qk_norm_rope(const __grid_constant__ sala_qk_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    int all = a.heads + a.kv_heads, lane = (int)threadIdx.x & 31;
+    int item = (int)(blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5));
+    int64_t r = item / all;
+    int h = item % all;
+    if (r >= a.rows) return;
+    bool is_q = h < a.heads;
+    sala_act *head =
+        is_q ? a.q + (r * a.heads + h) * 128 : a.k + (r * a.kv_heads + h - a.heads) * 128;
+    const sala_act *weight = (const sala_act *)(is_q ? a.q_norm.data : a.k_norm.data);
+    uint2 x = sala_head_load(head);
+    if (weight) x = sala_head_norm(x, sala_head_squares(x), a.eps, sala_head_load(weight));
+    if (a.cos_sin) x = sala_head_rope(x, ((const float4 *)(a.cos_sin + r * 128))[lane]);
+    sala_head_store(head, x);
+}
+
+// Two elements of the gate kernel: norm and gate, each optional.
+SALA_DEVICE uint32_t sala_gate_pair(uint32_t o, float inverse, bool normed, uint32_t weight,
+                                    bool gated, uint32_t gate) {
+    float low = sala_low(o), high = sala_high(o);
+    if (normed) {
+        low = sala_round(sala_round(low * inverse) * sala_low(weight));
+        high = sala_round(sala_round(high * inverse) * sala_high(weight));
+    }
+    if (gated) {
+        low *= sala_round(sala_sigmoid(sala_low(gate)));
+        high *= sala_round(sala_sigmoid(sala_high(gate)));
+    }
+    return sala_pair(low, high);
+}
+
+// The sum of squares of a pair, added to `sum` in order.
+SALA_DEVICE float sala_gate_squares(uint32_t x, float sum) {
+    return fmaf(sala_high(x), sala_high(x), fmaf(sala_low(x), sala_low(x), sum));
+}
+
+// o = RMSNorm(o) * weight (if given) * sigmoid(gate) (if given), in place, after lightning
+// attention. One block a row, which it holds in registers: 16 bytes a thread and piece. Reads o and
+// gate and writes o once. Twin: sala__op_gate.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    sala_gate(const __grid_constant__ sala_gate_args a) {
+    constexpr int WIDTH = MODEL.lin_heads * 128, ALL = WIDTH / 8, PIECES = (ALL + 255) / 256;
+    const uint4 *weight = (const uint4 *)a.norm.data, zero = make_uint4(0, 0, 0, 0);
+    const uint4 *gate = (const uint4 *)a.gate + (int64_t)blockIdx.x * ALL;
+    uint4 *o = (uint4 *)a.o + (int64_t)blockIdx.x * ALL, x[PIECES], g[PIECES], w[PIECES];
+    bool normed = a.norm.data, gated = a.gate;
+    float sum = 0, inverse = 0;
+    sala_launch_next();
+#pragma unroll
+    for (int p = 0, at = (int)threadIdx.x; p < PIECES; p++, at += 256)
+        w[p] = normed && at < ALL ? weight[at] : zero;
+    sala_wait_grid();
+#pragma unroll
+    for (int p = 0, at = (int)threadIdx.x; p < PIECES; p++, at += 256) {
+        x[p] = at < ALL ? o[at] : zero;
+        g[p] = gated && at < ALL ? gate[at] : zero;
+    }
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) {
+        sum = sala_gate_squares(x[p].y, sala_gate_squares(x[p].x, sum));
+        sum = sala_gate_squares(x[p].w, sala_gate_squares(x[p].z, sum));
+    }
+    if (normed) inverse = 1.0f / sqrtf(sala_block_sum(sum, (float *)sala_shared()) / WIDTH + a.eps);
+#pragma unroll
+    for (int p = 0, at = (int)threadIdx.x; p < PIECES; p++, at += 256) {
+        if (at >= ALL) break;
+        uint4 y;
+        y.x = sala_gate_pair(x[p].x, inverse, normed, w[p].x, gated, g[p].x);
+        y.y = sala_gate_pair(x[p].y, inverse, normed, w[p].y, gated, g[p].y);
+        y.z = sala_gate_pair(x[p].z, inverse, normed, w[p].z, gated, g[p].z);
+        y.w = sala_gate_pair(x[p].w, inverse, normed, w[p].w, gated, g[p].w);
+        o[at] = y;
+    }
+}
+
+
+// ---- 4. matrix products: what a step's time is spent on ----
+// Decoding reads every weight once, so the loop is a pipeline of copies into shared memory with
+// just enough arithmetic behind it. An item is a tile of SALA_GEMM_ROWS weight rows, one split of k
+// and up to SALA_GEMM_TOKENS rows of x; a block takes every gridDim.x-th item, the copies running
+// on from one item to the next. A stage is 64 k of both.
+
+enum {
+    SALA_GEMM_THREADS = 128,
+    SALA_GEMM_TILES = SALA_GEMM_ROWS * 4 / SALA_GEMM_THREADS, // tiles of 16 weight rows of a warp
+    SALA_GEMM_X = SALA_GEMM_ROWS * 128,                       // where x begins in a stage
+    SALA_GEMM_STAGE = SALA_GEMM_SHARED / SALA_GEMM_STAGES,
+    SALA_GEMM_AHEAD = SALA_GEMM_STAGES - 1 // stages in flight
+};
+
+// What the three kernels have in common. All items have the same number of stages.
+typedef struct sala_gemm_job {
+    int rows, k, count, pair;     // pair: gate and up, eight rows each in turn
+    int splits, row_tiles, items; // see sala_gemm_plan
+    const sala_act *x;            // [rows, k]
+    const sala_weight *w;         // [count]
+    sala_act *const *y;           // [count] each [rows, n], if not
+    float *f32;                   // [splits, rows, n]
+} sala_gemm_job;
+
+// One item: which weight, its tile, the split of k and the first row of x.
+typedef struct sala_gemm_item {
+    int weight, tile, split, row;
+} sala_gemm_item;
+
+// The copies of one thread: where the next ones come from and go to.
+typedef struct sala_gemm_feed {
+    int item, left;             // stages of the item that are still to be copied
+    int slot;                   // offset of the stage to be written
+    int rows;                   // rows of x in the item
+    const unsigned char *w, *x; // the first 16 bytes of each
+} sala_gemm_feed;
+
+SALA_DEVICE int sala_gemm_tiles(const sala_gemm_job *job, int weight) {
+    int n = job->pair ? 2 * job->w[weight].n : job->w[weight].n;
+    return (n + SALA_GEMM_ROWS - 1) / SALA_GEMM_ROWS;
+}
+
+SALA_DEVICE void sala_gemm_plan(sala_gemm_job *job) {
+    job->k = job->w[0].k;
+    job->row_tiles = (job->rows + SALA_GEMM_TOKENS - 1) / SALA_GEMM_TOKENS;
+    job->items = 0;
+    for (int i = 0; i < job->count; i++) job->items += sala_gemm_tiles(job, i);
+    job->items *= job->splits * job->row_tiles;
+}
+
+// The rows of x vary fastest, so that blocks which share weights run together.
+SALA_DEVICE sala_gemm_item sala_gemm_find(const sala_gemm_job *job, int item) {
+    sala_gemm_item found;
+    int unit = job->row_tiles == 1 ? item : (int)((unsigned)item / (unsigned)job->row_tiles);
+    found.row = (item - unit * job->row_tiles) * SALA_GEMM_TOKENS;
+    found.split = unit & (job->splits - 1); // a power of two
+    found.tile = unit >> (__ffs(job->splits) - 1);
+    found.weight = 0;
+    while (found.weight < job->count - 1 && found.tile >= sala_gemm_tiles(job, found.weight))
+        found.tile -= sala_gemm_tiles(job, found.weight++);
+    return found;
+}
+
+// Weights: runs of 2 KiB (16 rows x 64 k), as they lie in memory. x: 128 bytes a row, of which a
+// thread copies one of eight units of 16 bytes.
+SALA_DEVICE void sala_gemm_aim(const sala_gemm_job *job, sala_gemm_feed *feed) {
+    sala_gemm_item at = sala_gemm_find(job, feed->item);
+    int depth = job->k / job->splits, thread = (int)threadIdx.x;
+    int64_t run = (int64_t)at.tile * (SALA_GEMM_ROWS / 16) + (thread >> 7);
+    int64_t row = at.row + (thread >> 3);
+    feed->w = (const unsigned char *)job->w[at.weight].data +
+              (run * job->k + at.split * depth) * 32 + (thread & 127) * 16;
+    feed->x = (const unsigned char *)(job->x + row * job->k + at.split * depth) + (thread & 7) * 16;
+    feed->rows = job->rows - at.row;
+    feed->left = depth >> 6;
+}
+
+SALA_DEVICE void sala_gemm_next(const sala_gemm_job *job, sala_gemm_feed *feed) {
+    feed->slot += SALA_GEMM_STAGE;
+    if (feed->slot == SALA_GEMM_SHARED) feed->slot = 0;
+    feed->w += 2048;
+    feed->x += 128;
+    if (--feed->left > 0) return;
+    feed->item += (int)gridDim.x;
+    if (feed->item < job->items) sala_gemm_aim(job, feed);
+}
+
+SALA_DEVICE void sala_gemm_copy_weights(const sala_gemm_job *job, const sala_gemm_feed *feed) {
+    unsigned char *to = sala_shared() + feed->slot + threadIdx.x * 16;
+    int64_t stride = (int64_t)job->k * 32 * (SALA_GEMM_THREADS / 128);
+    if (feed->item >= job->items) return;
+    for (int i = 0; i < SALA_GEMM_ROWS * 8 / SALA_GEMM_THREADS; i++)
+        sala_copy16_stream(to + i * SALA_GEMM_THREADS * 16, feed->w + i * stride);
+}
+
+// Units 0..3 and 4..7 of every other row change places: a quarter of a warp that reads four units
+// of two rows then meets all 32 banks. Rows that do not exist are not copied: columns of an MMA do
+// not mix, and theirs are not stored.
+SALA_DEVICE void sala_gemm_copy_x(const sala_gemm_job *job, const sala_gemm_feed *feed) {
+    int step = SALA_GEMM_THREADS / 8, row = (int)threadIdx.x >> 3;
+    int unit = ((int)threadIdx.x & 7) ^ (row & 1) * 4;
+    unsigned char *to = sala_shared() + feed->slot + SALA_GEMM_X + row * 128 + unit * 16;
+    int64_t stride = (int64_t)job->k * 2 * step;
+    if (feed->item >= job->items) return;
+    for (int i = 0; i < SALA_GEMM_TOKENS / step; i++)
+        if (row + i * step < feed->rows) sala_copy16(to + i * step * 128, feed->x + i * stride);
+}
+
+// One stage: sum += weights (16 rows a tile) times x (`groups` groups of 8 rows).
+SALA_DEVICE void sala_gemm_multiply(const unsigned char *w, const unsigned char *x, int groups,
+                                    float sum[SALA_GEMM_TILES][4][4]) {
+    int lane = (int)threadIdx.x & 31, row = lane >> 2, unit = lane & 3;
+#pragma unroll
+    for (int run = 0; run < 2; run++) {
+        const unsigned char *xs = x + row * 128 + ((run ^ (row & 1)) * 4 + unit) * 16;
+        uint4 a[SALA_GEMM_TILES][2];
+#pragma unroll
+        for (int i = 0; i < SALA_GEMM_TILES * 2; i++)
+            a[i >> 1][i & 1] =
+                *(const uint4 *)(w + (i >> 1) * 2048 + (run * 2 + (i & 1)) * 512 + lane * 16);
+#pragma unroll
+        for (int group = 0; group < groups; group++) {
+            uint4 b = *(const uint4 *)(xs + group * 1024);
+            uint32_t first[2] = {b.x, b.y}, second[2] = {b.z, b.w};
+#pragma unroll
+            for (int i = 0; i < SALA_GEMM_TILES * 2; i++) {
+                int tile = i % SALA_GEMM_TILES, step = i / SALA_GEMM_TILES;
+                uint4 v = a[tile][step];
+                uint32_t as[4] = {v.x, v.y, v.z, v.w};
+                sala_mma(sum[tile][group], as, step ? second : first);
+            }
+        }
+    }
+}
+
+// A lane's sums: weight rows row, row + 8 of each tile, two rows of x of each group.
+SALA_DEVICE void sala_gemm_store(const sala_gemm_job *job, const sala_gemm_item *at,
+                                 const float sum[SALA_GEMM_TILES][4][4]) {
+    int warp = (int)threadIdx.x >> 5, lane = (int)threadIdx.x & 31, n = job->w[at->weight].n;
+    int column = at->tile * SALA_GEMM_ROWS + (warp >> 1) * SALA_GEMM_TILES * 16;
+    int row = at->row + (warp & 1) * 32 + (lane & 3) * 2;
+    sala_act *y = job->f32 && at->weight == 0 ? nullptr : job->y[at->weight];
+    float *f32 = job->f32 + (int64_t)at->split * job->rows * n;
+#pragma unroll
+    for (int i = 0; i < SALA_GEMM_TILES * 16; i++) {
+        int tile = i >> 4, group = i >> 2 & 3, d = i & 3; // d: rows of x vary first
+        int r = row + group * 8 + (d & 1), c = column + tile * 16 + (d >> 1) * 8 + (lane >> 2);
+        float value = sum[tile][group][d];
+        if (job->pair) c = column / 2 + tile * 8 + (lane >> 2);
+        if (r >= job->rows || c >= n || (job->pair && d >= 2)) continue;
+        if (job->pair) {
+            float gate = sala_round(value), up = sala_round(sum[tile][group][d | 2]);
+            value = sala_round(gate * sala_sigmoid(gate)) * up;
+        }
+        if (y)
+            y[(int64_t)r * n + c] = sala_f32_bf16(value);
+        else
+            f32[(int64_t)r * n + c] = value;
+    }
+}
+
+// One chunk of SALA_GEMM_K (or what is left of k): total += its sum. `slot` is the stage to read.
+SALA_DEVICE void sala_gemm_chunk(const sala_gemm_job *job, sala_gemm_feed *feed, int stages,
+                                 int groups, int *slot, float total[SALA_GEMM_TILES][4][4]) {
+    int warp = (int)threadIdx.x >> 5;
+    const unsigned char *w = sala_shared() + (warp >> 1) * SALA_GEMM_TILES * 2048;
+    const unsigned char *x = sala_shared() + SALA_GEMM_X + (warp & 1) * 32 * 128;
+    float sum[SALA_GEMM_TILES][4][4] = {};
+#pragma unroll 1
+    for (int stage = 0; stage < stages; stage++) {
+        SALA_COPY_WAIT(SALA_GEMM_AHEAD - 1);
+        __syncthreads(); // this stage is there for all, and all are done with the one before
+        sala_gemm_copy_weights(job, feed);
+        sala_gemm_copy_x(job, feed);
+        sala_copy_commit();
+        sala_gemm_next(job, feed);
+        if (groups > 2)
+            sala_gemm_multiply(w + *slot, x + *slot, 4, sum);
+        else if (groups == 2)
+            sala_gemm_multiply(w + *slot, x + *slot, 2, sum);
+        else if (groups == 1)
+            sala_gemm_multiply(w + *slot, x + *slot, 1, sum);
+        *slot += SALA_GEMM_STAGE;
+        if (*slot == SALA_GEMM_SHARED) *slot = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < SALA_GEMM_TILES * 16; i++)
+        total[i >> 4][i >> 2 & 3][i & 3] += sum[i >> 4][i >> 2 & 3][i & 3];
+}
+
+// All items of this block. Warps: pairs that share 16 * SALA_GEMM_TILES weight rows, each half of
+// the rows of x. Per SM of an H200: two blocks of 128 threads keep 80 KiB of weights in flight (35
+// KiB suffice for 4.5 TB/s at 1 us). 8 KiB of weights take 420 clocks to arrive; with 64 rows of x
+// they cost 384 clocks of shared memory (32 KiB read, 16 written) and 64 to 105 of the tensor
+// cores, with 16 rows 152 and 26; x adds as many bytes of L2 reads as rows / SALA_GEMM_ROWS.
+SALA_DEVICE void sala_gemm_run(const sala_gemm_job *job) {
+    sala_gemm_feed feed = {(int)blockIdx.x, 0, 0, 0, nullptr, nullptr}, early;
+    int half = (int)threadIdx.x >> 5 & 1, slot = 0;
+    sala_gemm_aim(job, &feed);
+    early = feed;
+#pragma unroll 1
+    for (int i = 0; i < SALA_GEMM_AHEAD; i++) {
+        sala_gemm_copy_weights(job, &early);
+        sala_gemm_next(job, &early);
+    }
+    sala_wait_grid();
+#pragma unroll 1
+    for (int i = 0; i < SALA_GEMM_AHEAD; i++) { // the first group also holds all those weights
+        sala_gemm_copy_x(job, &feed);
+        sala_copy_commit();
+        sala_gemm_next(job, &feed);
+    }
+#pragma unroll 1
+    for (int item = (int)blockIdx.x; item < job->items; item += (int)gridDim.x) {
+        sala_gemm_item at = sala_gemm_find(job, item);
+        int stages = job->k / job->splits >> 6;
+        int groups = (job->rows - at.row - half * 32 + 7) >> 3;
+        float total[SALA_GEMM_TILES][4][4] = {};
+#pragma unroll 1
+        for (int done = 0; done < stages; done += SALA_GEMM_K / 64) {
+            int left = stages - done;
+            int count = left < SALA_GEMM_K / 64 ? left : SALA_GEMM_K / 64;
+            sala_gemm_chunk(job, &feed, count, groups, &slot, total);
+        }
+        sala_gemm_store(job, &at, total);
+    }
+}
+
+// Products of up to four weights with the same x. Grid: min(items, 2 * multiprocessors). Reads the
+// weights once for every 64 rows of x. Twin: sala__op_gemm.
+extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
+    sala_gemm(const __grid_constant__ sala_gemm_args a) {
+    sala_launch_next();
+    sala_gemm_job job = {a.rows, 0, a.count, 0, 1, 0, 0, a.x, a.w, a.y, a.y_f32};
+    sala_gemm_plan(&job);
+    sala_gemm_run(&job);
+}
+
+// gate and up, whose rows of eight lie in turn in gate.data, so that the lane that has a gate also
+// has its up. Grid and bytes as above. Twin: sala__op_gemm_swiglu.
+extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
+    sala_gemm_swiglu(const __grid_constant__ sala_gemm_swiglu_args a) {
+    sala_launch_next();
+    sala_gemm_job job = {a.rows, 0, 1, 1, 1, 0, 0, a.x, &a.gate, &a.y, nullptr};
+    sala_gemm_plan(&job);
+    sala_gemm_run(&job);
+}
+
+// ---- 5. the norm, alone and behind a product ----
+
+SALA_DEVICE void sala_unpack8(float x[8], uint4 v) {
+    const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+    for (int i = 0; i < 8; i++) x[i] = i & 1 ? sala_high(pairs[i >> 1]) : sala_low(pairs[i >> 1]);
+}
+
+SALA_DEVICE uint4 sala_pack8(const float x[8]) {
+    return make_uint4(sala_pair(x[0], x[1]), sala_pair(x[2], x[3]), sala_pair(x[4], x[5]),
+                      sala_pair(x[6], x[7]));
+}
+
+// A thread's columns of a row: SALA_NORM_UNITS times eight, so that x stays in registers.
+enum { SALA_NORM_UNITS = (MODEL.hidden + 8 * SALA_GEMM_THREADS - 1) / (8 * SALA_GEMM_THREADS) };
+
+SALA_DEVICE int sala_norm_column(int unit) {
+    return (unit * (int)blockDim.x + (int)threadIdx.x) * 8;
+}
+
+// branch += the sum of the splits in order, four at a time so that their loads overlap.
+SALA_DEVICE void sala_norm_partials(const float *partial, int64_t stride, int splits, int width,
+                                    float branch[SALA_NORM_UNITS][8]) {
+#pragma unroll 1
+    for (int from = 0; from < splits; from += 4) {
+        float4 v[4][SALA_NORM_UNITS * 2] = {};
+#pragma unroll
+        for (int i = 0; i < 4 * SALA_NORM_UNITS * 2; i++) {
+            int split = from + i / (SALA_NORM_UNITS * 2), unit = i % (SALA_NORM_UNITS * 2);
+            int column = sala_norm_column(unit >> 1) + (unit & 1) * 4;
+            if (split < splits && column < width)
+                v[i / (SALA_NORM_UNITS * 2)][unit] =
+                    *(const float4 *)(partial + split * stride + column);
+        }
+#pragma unroll
+        for (int i = 0; i < 4 * SALA_NORM_UNITS * 2; i++) {
+            float4 part = v[i / (SALA_NORM_UNITS * 2)][i % (SALA_NORM_UNITS * 2)];
+            float *to = branch[i % (SALA_NORM_UNITS * 2) >> 1] + (i & 1) * 4;
+            if (from + i / (SALA_NORM_UNITS * 2) >= splits) continue;
+            to[0] += part.x, to[1] += part.y, to[2] += part.z, to[3] += part.w;
+        }
+    }
+}
+
+// One row by one block; the branch is BF16 in memory, or `splits` partial sums, or there is none.
+// `shared`: a float for each warp. Twin: sala__op_norm_row.
+SALA_DEVICE void sala_norm_row(const sala_norm_args *a, const float *partial, int splits, int row,
+                               float *shared) {
+    int64_t at = (int64_t)row * a->width;
+    float x[SALA_NORM_UNITS][8], branch[SALA_NORM_UNITS][8] = {}, sum = 0;
+    uint4 weight[SALA_NORM_UNITS];
+#pragma unroll
+    for (int u = 0; u < SALA_NORM_UNITS; u++) { // all loads first
+        int c = sala_norm_column(u);
+        if (c >= a->width) continue;
+        sala_unpack8(x[u], *(const uint4 *)(a->x + at + c));
+        weight[u] = *(const uint4 *)((const sala_act *)a->weight.data + c);
+        if (!partial && a->branch) sala_unpack8(branch[u], *(const uint4 *)(a->branch + at + c));
+    }
+    if (partial)
+        sala_norm_partials(partial + at, (int64_t)a->rows * a->width, splits, a->width, branch);
+#pragma unroll
+    for (int u = 0; u < SALA_NORM_UNITS; u++) {
+        int c = sala_norm_column(u);
+        if (c >= a->width) continue;
+        if (partial || a->branch) {
+            for (int i = 0; i < 8; i++)
+                x[u][i] = sala_round(x[u][i] + sala_round(sala_round(branch[u][i]) * a->scale));
+            *(uint4 *)(a->x + at + c) = sala_pack8(x[u]);
+        }
+        for (int i = 0; i < 8; i++) sum = fmaf(x[u][i], x[u][i], sum);
+    }
+    float inverse = 1.0f / sqrtf(sala_block_sum(sum, shared) / (float)a->width + a->eps);
+#pragma unroll
+    for (int u = 0; u < SALA_NORM_UNITS; u++) {
+        int c = sala_norm_column(u);
+        float w[8], y[8];
+        if (c >= a->width) continue;
+        sala_unpack8(w, weight[u]);
+        for (int i = 0; i < 8; i++) {
+            y[i] = sala_round(x[u][i] * inverse) * w[i];
+            if (a->divisor != 1) y[i] = sala_round(y[i]) / a->divisor;
+        }
+        *(uint4 *)(a->y + at + c) = sala_pack8(y);
+    }
+}
+
+// Grid: one block a row. Twin: sala__op_norm.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    sala_norm(const __grid_constant__ sala_norm_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    sala_norm_row(&a, nullptr, 0, (int)blockIdx.x, (float *)sala_shared());
+}
+
+// The last blocks of gemm_norm to arrive finish the rows, when all have arrived. They wait while
+// others run, which cannot lock: at most half of the grid waits, so not more blocks than there are
+// multiprocessors, and as long as somebody is missing at least one fewer; the blocks of the next
+// kernel start only when all of this one have.
+SALA_DEVICE void sala_gemm_finish(const sala_gemm_norm_args *a, int splits) {
+    int *place = (int *)sala_shared() + 32, grid = (int)gridDim.x;
+    int finishers = a->norm.rows < (grid + 1) / 2 ? a->norm.rows : (grid + 1) / 2;
+    SALA_COPY_WAIT(0);
+    __syncthreads(); // all partial sums are written, and shared memory is free
+    if (threadIdx.x == 0) {
+        *place = sala_arrive(&a->arrivals[0]) - (grid - finishers);
+        if (*place >= 0) sala_await(&a->arrivals[0], grid);
+    }
+    __syncthreads();
+    if (*place < 0) return;
+    for (int row = *place; row < a->norm.rows; row += finishers)
+        sala_norm_row(&a->norm, a->partial, splits, row, (float *)sala_shared());
+    if (threadIdx.x == 0 && atomicAdd(&a->arrivals[1], 1) == finishers - 1)
+        a->arrivals[0] = a->arrivals[1] = 0; // the last one out
+}
+
+// A product whose k is split so that a narrow one feeds all multiprocessors, then residual and
+// norm. Grid as sala_gemm; the partial sums make splits * rows * width * 8 bytes of L2 traffic.
+// Twin: sala__op_gemm_norm.
+extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
+    sala_gemm_norm(const __grid_constant__ sala_gemm_norm_args a) {
+    sala_launch_next();
+    int splits = sala_gemm_splits(a.w.n, a.w.k);
+    sala_gemm_job job = {a.norm.rows, 0, 1, 0, splits, 0, 0, a.input, &a.w, nullptr, a.partial};
+    sala_gemm_plan(&job);
+    sala_gemm_run(&job);
+    sala_gemm_finish(&a, splits);
+}
+
+
+// ---- lightning attention: verify and decode ----
+
+// A block owns 16 columns of one head's state S[128 keys][128 values] of one sequence, in
+// registers: 8 KiB. Thread = four keys x four columns; a warp has 32 keys, its lanes are eight
+// groups of keys x four of columns, so that a load or store of the state is segments of 64 bytes.
+#define SALA_GLA_COLUMNS 16
+#define SALA_GLA_SLICES (128 / SALA_GLA_COLUMNS)
+#define SALA_GLA_BATCH 16 // nodes whose q, k, v are in shared memory at a time
+
+typedef struct sala_gla_shared {
+    sala_act k[SALA_GLA_BATCH][128], q[SALA_GLA_BATCH][128];
+    sala_act pending_k[SALA_MAX_PATH][128];
+    sala_act v[SALA_GLA_BATCH][SALA_GLA_COLUMNS], pending_v[SALA_MAX_PATH][SALA_GLA_COLUMNS];
+    float o[SALA_GLA_BATCH][4][SALA_GLA_COLUMNS]; // of the keys of each warp
+    int32_t parent[SALA_MAX_ROWS];     // of each node; nodes count from the sequence's first row
+    int32_t last_child[SALA_MAX_ROWS]; // 0: none
+    int32_t branched;                  // some node's parent is not the node before it
+    int32_t unused[3];
+} sala_gla_shared; // then [tree_slots][4][128 threads] float4: states that later nodes grow from
+static_assert(sizeof(sala_gla_shared) == 19472, "the host asks for this much");
+
+// Where a block stands.
+typedef struct sala_gla_place {
+    sala_seq seq;
+    int32_t head, kv_head, column; // first of 16
+    float decay;
+    float *state; // of this thread: element (its first key, its first column)
+    sala_gla_shared *shared;
+    uint64_t owners; // eight bits a slot: the node whose state it holds
+    uint32_t used;   // one bit a slot
+} sala_gla_place;
+
+SALA_DEVICE void sala_gla_four(uint2 pairs, float x[4]) {
+    x[0] = sala_low(pairs.x);
+    x[1] = sala_high(pairs.x);
+    x[2] = sala_low(pairs.y);
+    x[3] = sala_high(pairs.y);
+}
+
+SALA_DEVICE int sala_gla_key(void) { // the thread's first key and column
+    return (int)threadIdx.x >> 2 << 2;
+}
+
+SALA_DEVICE int sala_gla_column(void) {
+    return ((int)threadIdx.x & 3) * 4;
+}
+
+SALA_DEVICE void sala_gla_load(const sala_gla_place *at, float4 s[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[i] = *(const float4 *)(at->state + i * 128);
+}
+
+SALA_DEVICE void sala_gla_store(const sala_gla_place *at, const float4 s[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) *(float4 *)(at->state + i * 128) = s[i];
+}
+
+// One token: S = fma(k, v, decay * S). The only place where a state changes.
+SALA_DEVICE void sala_gla_step(float4 s[4], uint2 k_pairs, uint2 v_pairs, float decay) {
+    float k[4], v[4];
+    sala_gla_four(k_pairs, k);
+    sala_gla_four(v_pairs, v);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        s[i].x = fmaf(k[i], v[0], decay * s[i].x);
+        s[i].y = fmaf(k[i], v[1], decay * s[i].y);
+        s[i].z = fmaf(k[i], v[2], decay * s[i].z);
+        s[i].w = fmaf(k[i], v[3], decay * s[i].w);
+    }
+}
+
+// Sums of S q over the keys of the warp, always in the same order: a thread's four keys by fma, then
+// over the eight key groups, halving the columns at each exchange. Lanes without bit 2 write.
+SALA_DEVICE void sala_gla_output(const float4 s[4], uint2 q_pairs, float *o) {
+    float q[4], x = 0, y = 0, z = 0, w = 0;
+    int lane = (int)threadIdx.x & 31;
+    sala_gla_four(q_pairs, q);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        x = fmaf(q[i], s[i].x, x);
+        y = fmaf(q[i], s[i].y, y);
+        z = fmaf(q[i], s[i].z, z);
+        w = fmaf(q[i], s[i].w, w);
+    }
+    bool back = lane & 16, odd = lane & 8;
+    float even_sum = (back ? z : x) + __shfl_xor_sync(0xFFFFFFFFu, back ? x : z, 16);
+    float odd_sum = (back ? w : y) + __shfl_xor_sync(0xFFFFFFFFu, back ? y : w, 16);
+    float sum = odd ? odd_sum : even_sum;
+    sum += __shfl_xor_sync(0xFFFFFFFFu, odd ? even_sum : odd_sum, 8);
+    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 4);
+    if (!(lane & 4)) o[sala_gla_column() + 2 * back + odd] = sum;
+}
+
+// k (is_k) or q of row r and this head as projected.
+SALA_DEVICE const sala_act *sala_gla_raw(const sala_gla_args *a, const sala_gla_place *at, int r,
+                                         bool is_k) {
+    return is_k ? a->raw_k + ((int64_t)r * MODEL.lin_kv_heads + at->kv_head) * 128
+                : a->q + ((int64_t)r * MODEL.lin_heads + at->head) * 128;
+}
+
+SALA_DEVICE float4 sala_gla_turn(const sala_gla_args *a, int r) {
+    return ((const float4 *)(a->cos_sin + (int64_t)r * 128))[threadIdx.x & 31];
+}
+
+// Norm and rotate q and k of `count` <= 16 rows into shared memory. Even warps take q, odd warps k;
+// four vectors a warp are under way together. The first block of a K/V head keeps its k.
+SALA_DEVICE void sala_gla_heads(const sala_gla_args *a, const sala_gla_place *at, int first,
+                                int count) {
+    bool is_k = threadIdx.x >> 5 & 1;
+    bool keep = is_k && at->column == 0 && at->head % (MODEL.lin_heads / MODEL.lin_kv_heads) == 0;
+    const sala_act *norm = (const sala_act *)(is_k ? a->k_norm.data : a->q_norm.data);
+    uint2 weight = norm ? sala_head_load(norm) : make_uint2(0, 0), x[4];
+    float4 turn[4];
+    float squares[4];
+    for (int from = (int)threadIdx.x >> 6; from < count; from += 8) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            int r = first + (from + 2 * j < count ? from + 2 * j : from);
+            x[j] = sala_head_load(sala_gla_raw(a, at, r, is_k));
+            if (a->cos_sin) turn[j] = sala_gla_turn(a, r);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) squares[j] = norm ? sala_head_squares(x[j]) : 0.0f;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            int i = from + 2 * j;
+            if (i >= count) break;
+            if (norm) x[j] = sala_head_norm(x[j], squares[j], MODEL.eps, weight);
+            if (a->cos_sin) x[j] = sala_head_rope(x[j], turn[j]);
+            sala_head_store(is_k ? at->shared->k[i] : at->shared->q[i], x[j]);
+            if (keep)
+                sala_head_store(
+                    a->k + ((int64_t)(first + i) * MODEL.lin_kv_heads + at->kv_head) * 128, x[j]);
+        }
+    }
+}
+
+// v of `count` rows, from row `first` of [rows, lin_kv_heads, lin_dim], into shared memory.
+SALA_DEVICE void sala_gla_values(const sala_gla_place *at, sala_act v[][SALA_GLA_COLUMNS],
+                                 const sala_act *from, int64_t first, int count) {
+    int i = (int)threadIdx.x >> 1, half = ((int)threadIdx.x & 1) * 8;
+    if (i < count)
+        sala_copy16(&v[i][half], from + ((first + i) * MODEL.lin_kv_heads + at->kv_head) * 128 +
+                                     at->column + half);
+}
+
+// The pending path into shared memory: already normed and rotated.
+SALA_DEVICE void sala_gla_pending(const sala_gla_args *a, const sala_gla_place *at) {
+    int64_t first = (int64_t)at->seq.slot * SALA_MAX_PATH;
+    for (int piece = (int)threadIdx.x; piece < at->seq.pending * 16; piece += 128) {
+        int i = piece >> 4, k = (piece & 15) * 8;
+        sala_copy16(&at->shared->pending_k[i][k],
+                    a->pending_k + ((first + i) * MODEL.lin_kv_heads + at->kv_head) * 128 + k);
+    }
+    sala_gla_values(at, at->shared->pending_v, a->pending_v, first, at->seq.pending);
+}
+
+// The shape of the tree, by one warp.
+SALA_DEVICE void sala_gla_plan(const sala_rows *rows, const sala_seq *seq, sala_gla_shared *m) {
+    bool branched = false;
+    for (int n = (int)threadIdx.x & 31; n < seq->rows; n += 32) m->last_child[n] = 0;
+    __syncwarp();
+    for (int n = (int)threadIdx.x & 31; n < seq->rows && seq->rows > 1; n += 32) {
+        int r = seq->first_row + n, depth = rows->position[r] - seq->stored, parent = -1;
+        if (depth > 0) parent = rows->path[r * SALA_MAX_PATH + depth - 1] - seq->first_row;
+        if (depth > 0) atomicMax(&m->last_child[parent], n);
+        m->parent[n] = parent;
+        branched |= parent != n - 1;
+    }
+    branched = __any_sync(0xFFFFFFFFu, branched);
+    if ((threadIdx.x & 31) == 0) m->branched = branched;
+}
+
+SALA_DEVICE float4 *sala_gla_saved(const sala_gla_place *at, int slot) { // this thread's part
+    return (float4 *)(at->shared + 1) + slot * 512 + threadIdx.x;
+}
+
+SALA_DEVICE int sala_gla_slot_of(const sala_gla_place *at, int slots, int node) { // -1: not saved
+    for (int i = 0; i < slots; i++)
+        if ((at->used >> i & 1) && (int)(at->owners >> 8 * i & 255) == node) return i;
+    return -1;
+}
+
+// A node again, outside its turn: every warp norms and rotates k for itself. The same bits as the
+// first time.
+SALA_DEVICE void sala_gla_again(const sala_gla_args *a, const sala_gla_place *at, int r,
+                                float4 s[4]) {
+    uint2 k = sala_head_load(sala_gla_raw(a, at, r, true));
+    const sala_act *norm = (const sala_act *)a->k_norm.data;
+    if (norm) k = sala_head_norm(k, sala_head_squares(k), MODEL.eps, sala_head_load(norm));
+    if (a->cos_sin) k = sala_head_rope(k, sala_gla_turn(a, r));
+    // from two pairs a lane, as a head lies, to the thread's four keys
+    uint32_t pairs = sala_gla_key() < 64 ? k.x : k.y;
+    int lane = sala_gla_key() % 64 / 2;
+    k.x = __shfl_sync(0xFFFFFFFFu, pairs, lane);
+    k.y = __shfl_sync(0xFFFFFFFFu, pairs, lane + 1);
+    const sala_act *v = a->v + ((int64_t)r * MODEL.lin_kv_heads + at->kv_head) * 128;
+    sala_gla_step(s, k, *(const uint2 *)(v + at->column + sala_gla_column()), at->decay);
+}
+
+// s becomes the state that node n grows from, when that is not the node before it: its parent's,
+// saved, or remade from the nearest saved ancestor or from the pool. The parent's slot is free when
+// n is its last child.
+SALA_DEVICE void sala_gla_return(const sala_gla_args *a, sala_gla_place *at, int n, float4 s[4]) {
+    int r = at->seq.first_row + n, depth = a->rows->position[r] - at->seq.stored;
+    const int32_t *path = a->rows->path + r * SALA_MAX_PATH;
+    int from = depth - 1, slot = -1;
+    for (; from >= 0; from--) {
+        slot = sala_gla_slot_of(at, a->tree_slots, path[from] - at->seq.first_row);
+        if (slot >= 0) break;
+    }
+    if (slot < 0) sala_gla_load(at, s);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (slot >= 0) s[i] = sala_gla_saved(at, slot)[i * 128];
+    if (slot >= 0 && from == depth - 1 && at->shared->last_child[at->shared->parent[n]] == n)
+        at->used &= ~(1u << slot);
+    for (int i = from + 1; i < depth; i++) sala_gla_again(a, at, path[i], s);
+}
+
+// Save the state of node n if a node other than the next one grows from it and a slot is free.
+SALA_DEVICE void sala_gla_save(const sala_gla_args *a, sala_gla_place *at, int n,
+                               const float4 s[4]) {
+    int slot = __ffs((int)~at->used) - 1;
+    if (at->shared->last_child[n] <= n + 1 || slot >= a->tree_slots) return;
+    at->used |= 1u << slot;
+    at->owners = (at->owners & ~((uint64_t)255 << 8 * slot)) | (uint64_t)n << 8 * slot;
+#pragma unroll
+    for (int i = 0; i < 4; i++) sala_gla_saved(at, slot)[i * 128] = s[i];
+}
+
+// `count` <= 16 nodes from node `first` on: advance the state, and write o.
+SALA_DEVICE void sala_gla_nodes(const sala_gla_args *a, sala_gla_place *at, int first, int count,
+                                float4 s[4]) {
+    sala_gla_shared *m = at->shared;
+    int key = sala_gla_key(), column = sala_gla_column(), warp = (int)threadIdx.x >> 5;
+    bool branched = m->branched;
+    for (int i = 0; i < count; i++) {
+        int n = first + i;
+        if (branched && m->parent[n] != n - 1) sala_gla_return(a, at, n, s);
+        sala_gla_step(s, *(const uint2 *)&m->k[i][key], *(const uint2 *)&m->v[i][column],
+                      at->decay);
+        sala_gla_output(s, *(const uint2 *)&m->q[i][key], m->o[i][warp]);
+        if (branched) sala_gla_save(a, at, n, s);
+    }
+    __syncthreads();
+    int i = (int)threadIdx.x >> 3, pair = ((int)threadIdx.x & 7) * 2;
+    if (i >= count) return;
+    float low = 0, high = 0;
+    for (int w = 0; w < 4; w++) {
+        low += m->o[i][w][pair];
+        high += m->o[i][w][pair + 1];
+    }
+    int64_t row = at->seq.first_row + first + i;
+    sala_act *o = a->o + (row * MODEL.lin_heads + at->head) * 128 + at->column + pair;
+    *(uint32_t *)o = sala_pair(MODEL.lin_scale * low, MODEL.lin_scale * high);
+}
+
+SALA_DEVICE sala_gla_place sala_gla_here(const sala_gla_args *a, const sala_seq *seq) {
+    sala_gla_place at;
+    at.seq = *seq;
+    at.head = (int)blockIdx.x / SALA_GLA_SLICES;
+    at.kv_head = at.head / (MODEL.lin_heads / MODEL.lin_kv_heads);
+    at.column = (int)blockIdx.x % SALA_GLA_SLICES * SALA_GLA_COLUMNS;
+    at.decay = a->decay[at.head];
+    at.state = a->state + ((int64_t)seq->slot * MODEL.lin_heads + at.head) * 128 * 128 +
+               sala_gla_key() * 128 + at.column + sala_gla_column();
+    at.shared = (sala_gla_shared *)sala_shared();
+    at.owners = 0;
+    at.used = 0;
+    return at;
+}
+
+// Lightning attention over trees. Blocks: (8 slices of each head, sequences). The state is read
+// once; the pending path is replayed and that state stored; then every node advances its parent's
+// state once, in row order: a chain stays in registers, branches are saved in shared memory. Moves
+// 128 KiB of state a head (half of it when nothing is pending). Twin: sala__op_gla_verify.
+extern "C" __global__ void __launch_bounds__(128, 4)
+    sala_gla_verify(const __grid_constant__ sala_gla_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    if ((int)blockIdx.y >= a.rows->seq_count) return;
+    const sala_seq *seq = &a.rows->seqs[blockIdx.y];
+    sala_gla_place at = sala_gla_here(&a, seq);
+    int nodes = a.o ? at.seq.rows : 0, first_row = at.seq.first_row, pending = at.seq.pending;
+    int count = nodes < SALA_GLA_BATCH ? nodes : SALA_GLA_BATCH;
+    float4 s[4];
+    if (nodes == 0 && pending == 0) return;
+    sala_gla_load(&at, s);
+    sala_gla_pending(&a, &at);
+    sala_gla_values(&at, at.shared->v, a.v, first_row, count);
+    sala_copy_commit();
+    sala_gla_heads(&a, &at, first_row, count);
+    if (threadIdx.x < 32 && nodes) sala_gla_plan(a.rows, &at.seq, at.shared);
+    SALA_COPY_WAIT(0);
+    __syncthreads();
+    for (int i = 0; i < pending; i++)
+        sala_gla_step(s, *(const uint2 *)&at.shared->pending_k[i][sala_gla_key()],
+                      *(const uint2 *)&at.shared->pending_v[i][sala_gla_column()], at.decay);
+    if (pending) sala_gla_store(&at, s);
+    for (int first = 0; first < nodes; first += count) {
+        count = nodes - first < SALA_GLA_BATCH ? nodes - first : SALA_GLA_BATCH;
+        if (first) { // the last batch's q, k, v were read before a barrier
+            sala_gla_values(&at, at.shared->v, a.v, first_row + first, count);
+            sala_copy_commit();
+            sala_gla_heads(&a, &at, first_row + first, count);
+            SALA_COPY_WAIT(0);
+            __syncthreads();
+        }
+        sala_gla_nodes(&a, &at, first, count, s);
+    }
+}
+
+// ---- after the tokens are chosen ----
+
+// Copy K, V and completed compressed rows of node r into the pages of its sequence.
+SALA_DEVICE void sala_commit_sparse(const sala_commit_args *a, const sala_seq *s, int layer,
+                                    int r) {
+    constexpr int PIECES = MODEL.head_dim / 8; // of 16 bytes
+    const sala_dims m = MODEL;
+    const sala_nodes *nodes = &a->nodes[layer];
+    const sala_pages *pages = &a->pages[layer];
+    int u = a->rows->position[r];
+    int64_t page = s->pages[u / MODEL.block];
+    for (int i = (int)threadIdx.x; i < MODEL.kv_heads * PIECES; i += 128) {
+        int64_t g = i / PIECES, from = (int64_t)r * MODEL.kv_heads * PIECES + i;
+        int64_t to = ((page * MODEL.kv_heads + g) * MODEL.block + u % MODEL.block) * PIECES;
+        ((uint4 *)pages->k)[to + i % PIECES] = ((const uint4 *)nodes->k)[from];
+        ((uint4 *)pages->v)[to + i % PIECES] = ((const uint4 *)nodes->v)[from];
+        for (int tier = 1; tier <= 2; tier++) {
+            int j = sala_tier_rows(&m, tier, u + 1) - 1, slots = sala_tier_slots(&m, tier);
+            if (j < 0 || sala_tier_last(&m, tier, j) != u) continue;
+            int slot = u % MODEL.block / (MODEL.stride * (tier == 1 ? 1 : 4));
+            to = ((page * MODEL.kv_heads + g) * slots + slot) * PIECES + i % PIECES;
+            const sala_act *row = tier == 1 ? nodes->tier1 : nodes->tier2;
+            ((uint4 *)(tier == 1 ? pages->tier1 : pages->tier2))[to] = ((const uint4 *)row)[from];
+        }
+    }
+}
+
+// Move k, v of node r to place n of the pending path.
+SALA_DEVICE void sala_commit_lightning(const sala_commit_args *a, const sala_seq *s, int layer,
+                                       int r, int n) {
+    constexpr int PIECES = MODEL.lin_kv_heads * MODEL.lin_dim / 8;
+    int64_t from = ((int64_t)layer * a->node_rows + r) * PIECES;
+    int64_t to = (((int64_t)layer * a->slots + s->slot) * SALA_MAX_PATH + n) * PIECES;
+    for (int i = (int)threadIdx.x; i < PIECES; i += 128) {
+        uint4 k = ((const uint4 *)a->node_k)[from + i], v = ((const uint4 *)a->node_v)[from + i];
+        ((uint4 *)a->pending_k)[to + i] = k;
+        ((uint4 *)a->pending_v)[to + i] = v;
+    }
+}
+
+// The accepted nodes become part of their sequences. Blocks: (layers: sparse, then lightning;
+// sequences; places on the path), each copies one node. Twin: sala__op_commit.
+extern "C" __global__ void __launch_bounds__(128, 2)
+    sala_commit(const __grid_constant__ sala_commit_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    int layer = (int)blockIdx.x, i = (int)blockIdx.y, n = (int)blockIdx.z;
+    if (i >= a.rows->seq_count || n >= a.accepted[i]) return;
+    const sala_seq *s = &a.rows->seqs[i];
+    int r = a.accepted_rows[i * SALA_MAX_PATH + n];
+    if (layer < a.sparse_layers)
+        sala_commit_sparse(&a, s, layer, r);
+    else
+        sala_commit_lightning(&a, s, layer - a.sparse_layers, r, n);
+}
+
+
+// ---- 6. sparse attention: compressed rows, block selection, attention over blocks ----
+// The units of work are (part, row of the pass, K/V head): a fixed number of blocks stride over
+// them, rows innermost, so that the nodes of a tree meet in the L2 cache. Parts stand at absolute
+// positions; how many there are is read on the device.
+
+#define SALA_INFINITY __uint_as_float(0x7F800000u)
+#define SALA_GROUP (MODEL.heads / MODEL.kv_heads) // query heads of a K/V head: rows of an MMA
+
+// A row of the pass and what it sees.
+typedef struct sala_view {
+    int row, position, stored;
+    const int32_t *pages; // of its sequence
+    const int32_t *path;  // rows of the nodes at positions stored, stored + 1, ...
+} sala_view;
+
+SALA_DEVICE sala_view sala_view_of(const sala_rows *rows, int row) {
+    const sala_seq *seq = &rows->seqs[rows->seq[row]];
+    return {row, rows->position[row], seq->stored, seq->pages, rows->path + row * SALA_MAX_PATH};
+}
+
+// Page of a block of the row's sequence; 0 if all its tokens lie with nodes.
+SALA_DEVICE int sala_view_page(const sala_view *v, int block) {
+    return block * MODEL.block < v->stored ? v->pages[block] : 0;
+}
+
+// Key or value at position u: in `page`, that of its block, or with a node of the row's path.
+SALA_DEVICE const sala_act *sala_view_key(const sala_view *v, const sala_act *pool,
+                                          const sala_act *nodes, int head, int page, int u) {
+    if (u < v->stored)
+        return pool +
+               (((int64_t)page * MODEL.kv_heads + head) * MODEL.block + u % MODEL.block) * 128;
+    return nodes + ((int64_t)v->path[u - v->stored] * MODEL.kv_heads + head) * 128;
+}
+
+SALA_DEVICE int sala_tier_of(int tier, int n) { // rows of a tier that n tokens complete
+    const sala_dims m = MODEL;
+    return sala_tier_rows(&m, tier, n);
+}
+
+// Does row `v` need its blocks scored: can selection drop any?
+SALA_DEVICE bool sala_selects(int position) {
+    return position + 1 >= MODEL.dense_len && position / MODEL.block + 1 > MODEL.top_k;
+}
+
+// The largest value of the block's threads; `partial` [warps] ints of shared memory.
+SALA_DEVICE int sala_block_max(int x, int *partial) {
+    for (int step = 16; step > 0; step >>= 1) {
+        int other = __shfl_xor_sync(0xFFFFFFFFu, x, step);
+        if (other > x) x = other;
+    }
+    if ((threadIdx.x & 31) == 0) partial[threadIdx.x >> 5] = x;
+    __syncthreads();
+    for (int w = 0; w < (int)blockDim.x >> 5; w++)
+        if (partial[w] > x) x = partial[w];
+    __syncthreads();
+    return x;
+}
+
+// Maximum and sum over the four lanes of a quad.
+SALA_DEVICE float sala_quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
+}
+
+SALA_DEVICE float sala_quad_sum(float x) {
+    x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
+    return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
+}
+
+// ---- products of a group's queries and keys ----
+// A dot product does not care about the order of the dims: lane c of a quad takes dims 8c .. 8c+7 of
+// each run of 32, for queries and for keys, which so come as 16 contiguous bytes.
+
+// The queries of a group (from its first head on) as the A operand; rows beyond the group are zero.
+SALA_DEVICE void sala_query_load(uint32_t a[8][4], const sala_act *q) {
+    int lane = (int)threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int run = 0; run < 4; run++) {
+        const sala_act *from = q + g * 128 + run * 32 + c * 8;
+        uint4 x = g < SALA_GROUP ? *(const uint4 *)from : zero;
+        uint4 y = g + 8 < SALA_GROUP ? *(const uint4 *)(from + 8 * 128) : zero;
+        a[2 * run][0] = x.x, a[2 * run][1] = y.x, a[2 * run][2] = x.y, a[2 * run][3] = y.y;
+        a[2 * run + 1][0] = x.z, a[2 * run + 1][1] = y.z;
+        a[2 * run + 1][2] = x.w, a[2 * run + 1][3] = y.w;
+    }
+}
+
+// This lane's part of a key, of which it knows the address; NULL gives zeros.
+SALA_DEVICE void sala_key_load(uint4 k[4], const sala_act *key) {
+    int c = (int)threadIdx.x & 3;
+#pragma unroll
+    for (int run = 0; run < 4; run++)
+        k[run] = key ? *(const uint4 *)(key + run * 32 + c * 8) : make_uint4(0, 0, 0, 0);
+}
+
+// d[head][key] = q . k * attn_scale for eight keys.
+SALA_DEVICE void sala_score_tile(float d[4], const uint32_t a[8][4], const uint4 k[4]) {
+    d[0] = d[1] = d[2] = d[3] = 0;
+#pragma unroll
+    for (int run = 0; run < 4; run++) {
+        uint32_t low[2] = {k[run].x, k[run].y}, high[2] = {k[run].z, k[run].w};
+        sala_mma(d, a[2 * run], low);
+        sala_mma(d, a[2 * run + 1], high);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) d[i] *= MODEL.attn_scale;
+}
+
+// ---- selection, 1: compressed rows and normalisers ----
+
+// Element x of compressed row j: the mean of its window's keys, summed in position order as on the
+// CPU, the same bits. Windows are runs of 16 tokens, which never cross a block.
+SALA_DEVICE sala_act sala_tier_mean(const sala_select_args *a, const sala_view *v, int head,
+                                    int tier, int j, int x) {
+    int scale = tier == 1 ? 1 : 4, kernel = MODEL.kernel * scale, first = MODEL.stride * scale * j;
+    float sum = 0;
+#pragma unroll 2
+    for (int run = first; run < first + kernel; run += 16) {
+        int page = sala_view_page(v, run / MODEL.block);
+#pragma unroll
+        for (int u = run; u < run + 16; u++)
+            sum += sala_load(sala_view_key(v, a->pages.k, a->nodes.k, head, page, u)[x]);
+    }
+    return sala_store(sum / (float)kernel);
+}
+
+// The compressed rows that the row's token completes: half of the block makes each tier's.
+SALA_DEVICE void sala_complete_tiers(const sala_select_args *a, const sala_view *v, int head) {
+    const sala_dims m = MODEL;
+    int tier = threadIdx.x < 128 ? 1 : 2, x = (int)threadIdx.x & 127;
+    int j = sala_tier_of(tier, v->position + 1) - 1;
+    if (j < 0 || sala_tier_last(&m, tier, j) != v->position) return;
+    sala_act *out = tier == 1 ? a->nodes.tier1 : a->nodes.tier2;
+    out[((int64_t)v->row * MODEL.kv_heads + head) * 128 + x] =
+        sala_tier_mean(a, v, head, tier, j, x);
+}
+
+typedef struct sala_normaliser_shared {
+    sala_act own[128]; // the row of tier 2 that the path completes
+    float max[8][16], sum[8][16];
+} sala_normaliser_shared;
+
+SALA_DEVICE int sala_normaliser_parts(int position) {
+    if (!sala_selects(position)) return 0;
+    return (sala_tier_of(2, position + 1) + SALA_SELECT_PART - 1) / SALA_SELECT_PART;
+}
+
+// Maximum and sum of exp(score - maximum) over the columns below `visible` of a warp's two tiles,
+// for its 16 heads.
+SALA_DEVICE void sala_normaliser_warp(sala_normaliser_shared *shared, const float s[2][4],
+                                      int visible) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, c = lane & 3;
+#pragma unroll
+    for (int half = 0; half < 2; half++) { // heads lane / 4 and lane / 4 + 8
+        float max = -SALA_INFINITY, sum = 0;
+        for (int i = 0; i < 4; i++)
+            if (i / 2 * 8 + 2 * c + i % 2 < visible) max = fmaxf(max, s[i / 2][2 * half + i % 2]);
+        max = sala_quad_max(max);
+        for (int i = 0; i < 4; i++)
+            if (i / 2 * 8 + 2 * c + i % 2 < visible) sum += expf(s[i / 2][2 * half + i % 2] - max);
+        sum = sala_quad_sum(sum);
+        if (c == 0) shared->max[warp][lane / 4 + 8 * half] = max;
+        if (c == 0) shared->sum[warp][lane / 4 + 8 * half] = sum;
+    }
+}
+
+// One part of a row's normalisers: 128 rows of tier 2, 16 a warp. A row that a node of the path
+// completes lies nowhere yet (another block may be making it), so it is made here.
+SALA_DEVICE void sala_normaliser_part(const sala_select_args *a, const sala_view *v, int head,
+                                      int part, sala_normaliser_shared *shared) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
+    int rows = sala_tier_of(2, v->position + 1), in_pages = sala_tier_of(2, v->stored);
+    int first = part * SALA_SELECT_PART + warp * 16, j = first + (lane & 15);
+    int page = j < rows && j < in_pages ? v->pages[j + 1] : 0; // its last token is in block j + 1
+    uint32_t q[8][4];
+    uint4 k[2][4];
+    float s[2][4];
+    if (in_pages < rows && rows <= (part + 1) * SALA_SELECT_PART) { // the last row is the path's
+        if (threadIdx.x < 128)
+            shared->own[threadIdx.x] = sala_tier_mean(a, v, head, 2, rows - 1, (int)threadIdx.x);
+        __syncthreads();
+    }
+    sala_query_load(q, a->q + ((int64_t)v->row * MODEL.heads + head * SALA_GROUP) * 128);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        int row = first + 8 * i + (lane >> 2);
+        int64_t at = (int64_t)__shfl_sync(0xFFFFFFFFu, page, 8 * i + (lane >> 2)) * MODEL.kv_heads;
+        const sala_act *key = row < in_pages ? a->pages.tier2 + (at + head) * 128 : shared->own;
+        sala_key_load(k[i], row < rows ? key : NULL);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) sala_score_tile(s[i], q, k[i]);
+    sala_normaliser_warp(shared, s, rows - first);
+    __syncthreads();
+    if (threadIdx.x < SALA_GROUP) {
+        int h = (int)threadIdx.x, parts = (a->capacity + SALA_SELECT_PART - 1) / SALA_SELECT_PART;
+        float max = -SALA_INFINITY, sum = 0;
+        for (int w = 0; w < 8; w++) max = fmaxf(max, shared->max[w][h]);
+        for (int w = 0; w < 8; w++) // -inf where a warp sees no row
+            sum = fmaf(shared->sum[w][h], expf(shared->max[w][h] - max), sum);
+        int64_t to = ((int64_t)v->row * MODEL.heads + head * SALA_GROUP + h) * parts + part;
+        *(float2 *)(a->normaliser + 2 * to) = make_float2(max, sum);
+    }
+    __syncthreads();
+}
+
+// The compressed rows that nodes complete, then the normalisers' parts. Reads the rows of tier 2,
+// 32 KiB a part. Twin: sala__op_store_tiers and the first half of sala__row_scores.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    sala_select_normaliser(const __grid_constant__ sala_select_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    sala_normaliser_shared *shared = (sala_normaliser_shared *)sala_shared();
+    int count = a.rows->count, lists = count * MODEL.kv_heads, parts = 0;
+    for (int r = (int)threadIdx.x; r < count; r += 256)
+        parts = max(parts, sala_normaliser_parts(a.rows->position[r]));
+    parts = sala_block_max(parts, (int *)shared);
+    for (int item = (int)blockIdx.x; item < lists * (1 + parts); item += (int)gridDim.x) {
+        sala_view v = sala_view_of(a.rows, item % count);
+        int head = item / count % MODEL.kv_heads, part = item / lists - 1;
+        if (part < 0)
+            sala_complete_tiers(&a, &v, head);
+        else if (part < sala_normaliser_parts(v.position))
+            sala_normaliser_part(&a, &v, head, part, shared);
+    }
+}
+
+// ---- selection, 2: block scores ----
+// The page of block b holds rows 4b-1 .. 4b+2 of tier 1: those whose last token lies in b. A tile of
+// eight rows is two pages; a part of 128 blocks is 64 tiles, and the first row of the next page,
+// which its last block shares with the next part: both compute it alike.
+
+#define SALA_SCORE_ROUNDS 9 // tiles of a warp: the ninth is warp 0's, for the shared row
+#define SALA_SCORE_AHEAD 3  // tiles that are on their way at a time
+
+typedef struct sala_score_shared {
+    float lse[16];                       // log-sum-exp of tier 2 of each head
+    float sum[4 * SALA_SELECT_PART + 8]; // row scores: [x] is of row 4 * first block - 1 + x
+} sala_score_shared;
+
+SALA_DEVICE int sala_score_parts(int position) {
+    if (!sala_selects(position)) return 0;
+    return position / MODEL.block / SALA_SELECT_PART + 1;
+}
+
+// Log-sum-exp of each head from the parts of the normaliser: 16 lanes a head, lane i takes parts i,
+// i + 16, ... in order, then a tree.
+SALA_DEVICE void sala_score_lse(const sala_select_args *a, const sala_view *v, int head,
+                                float *lse) {
+    int h = (int)threadIdx.x >> 4, i = (int)threadIdx.x & 15;
+    int parts = h < SALA_GROUP ? sala_normaliser_parts(v->position) : 0;
+    int stride = (a->capacity + SALA_SELECT_PART - 1) / SALA_SELECT_PART;
+    const float2 *from = (const float2 *)a->normaliser +
+                         ((int64_t)v->row * MODEL.heads + head * SALA_GROUP + h) * stride;
+    float max = -SALA_INFINITY, sum = 0;
+    for (int p = i; p < parts; p += 16) max = fmaxf(max, from[p].x);
+    for (int step = 8; step > 0; step >>= 1)
+        max = fmaxf(max, __shfl_xor_sync(0xFFFFFFFFu, max, step));
+    for (int p = i; p < parts; p += 16) sum = fmaf(from[p].y, expf(from[p].x - max), sum);
+    for (int step = 8; step > 0; step >>= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+    if (i == 0) lse[h] = max + logf(sum);
+}
+
+// This lane's key of a warp's tile in round i. Lane 2i + half of the warp holds the tile's pages.
+SALA_DEVICE void sala_score_load(uint4 k[4], const sala_select_args *a, const sala_view *v,
+                                 int head, int first_block, int i, int lane_page) {
+    int g = ((int)threadIdx.x & 31) >> 2, tile = ((int)threadIdx.x >> 5) + 8 * i;
+    int page = __shfl_sync(0xFFFFFFFFu, lane_page, 2 * i + (g >> 2));
+    int j = 4 * first_block - 1 + 8 * tile + g, last = 16 * j + 31;
+    const sala_act *key = NULL;
+    if (j >= 0 && last <= v->position && (tile < 64 || (tile == 64 && g == 0))) {
+        if (last < v->stored)
+            key = a->pages.tier1 + (((int64_t)page * MODEL.kv_heads + head) * 4 + (g & 3)) * 128;
+        else
+            key =
+                a->nodes.tier1 + ((int64_t)v->path[last - v->stored] * MODEL.kv_heads + head) * 128;
+    }
+    sala_key_load(k, key);
+}
+
+// sum[x] = sum over the heads of the group of exp(score - lse), always the same tree.
+SALA_DEVICE void sala_score_heads(const float d[4], float lse, float lse8, float *sum) {
+    int lane = (int)threadIdx.x & 31, g = lane >> 2;
+    float x = g < SALA_GROUP ? expf(d[0] - lse) : 0, y = g < SALA_GROUP ? expf(d[1] - lse) : 0;
+    if (g + 8 < SALA_GROUP) x += expf(d[2] - lse8), y += expf(d[3] - lse8);
+    for (int step = 4; step < 32; step *= 2) {
+        x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
+        y += __shfl_xor_sync(0xFFFFFFFFu, y, step);
+    }
+    if (g == 0) sum[2 * lane] = x, sum[2 * lane + 1] = y;
+}
+
+// One block's score from the row scores of its part, as sala__select_row pools them.
+SALA_DEVICE float sala_score_pool(const sala_view *v, int first_block, int b, const float *sum) {
+    int n1 = sala_tier_of(1, v->position + 1), own = v->position / MODEL.block;
+    float best = -SALA_INFINITY;
+    if (b < MODEL.init_blocks || b >= own - MODEL.local_blocks) return SALA_INFINITY;
+    for (int j = 4 * b - 1; j < 4 * b + 4; j++) {
+        float score = sum[j - (4 * first_block - 1)];
+        if (j >= 0 && j < n1 && score > best) best = score;
+    }
+    return best;
+}
+
+SALA_DEVICE void sala_score_part(const sala_select_args *a, const sala_view *v, int head, int part,
+                                 sala_score_shared *shared) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
+    int first = part * SALA_SELECT_PART, block = first + 2 * (warp + 8 * (lane >> 1)) + (lane & 1);
+    int n1 = sala_tier_of(1, v->position + 1);
+    bool seen = sala_tier_of(2, v->position + 1) > 0; // no row of tier 2: all scores are 0
+    int page = block <= first + SALA_SELECT_PART ? sala_view_page(v, block) : 0;
+    uint32_t q[8][4];
+    uint4 k[SALA_SCORE_AHEAD][4];
+#pragma unroll
+    for (int i = 0; i < SALA_SCORE_AHEAD; i++) sala_score_load(k[i], a, v, head, first, i, page);
+    sala_query_load(q, a->q + ((int64_t)v->row * MODEL.heads + head * SALA_GROUP) * 128);
+    sala_score_lse(a, v, head, shared->lse);
+    __syncthreads();
+    float lse = seen ? shared->lse[lane >> 2] : SALA_INFINITY;
+    float lse8 = seen ? shared->lse[(lane >> 2) + 8] : SALA_INFINITY;
+#pragma unroll
+    for (int i = 0; i < SALA_SCORE_ROUNDS; i++) {
+        int tile = warp + 8 * i;
+        float d[4];
+        if (tile > 64 || 4 * first - 1 + 8 * tile >= n1) break;
+        sala_score_tile(d, q, k[i % SALA_SCORE_AHEAD]);
+        if (i + SALA_SCORE_AHEAD < SALA_SCORE_ROUNDS)
+            sala_score_load(k[i % SALA_SCORE_AHEAD], a, v, head, first, i + SALA_SCORE_AHEAD, page);
+        sala_score_heads(d, lse, lse8, shared->sum + 8 * tile);
+    }
+    __syncthreads();
+    int b = first + (int)threadIdx.x;
+    if (threadIdx.x < SALA_SELECT_PART && b <= v->position / MODEL.block)
+        a->score[((int64_t)v->row * MODEL.kv_heads + head) * a->capacity + b] =
+            sala_score_pool(v, first, b, shared->sum);
+    __syncthreads();
+}
+
+// Block scores of the rows that select: 128 blocks a unit, 128 KiB of tier 1. Twin: the second half
+// of sala__row_scores and the pooling of sala__select_row.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    sala_select_score(const __grid_constant__ sala_select_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    sala_score_shared *shared = (sala_score_shared *)sala_shared();
+    int count = a.rows->count, lists = count * MODEL.kv_heads, parts = 0;
+    for (int r = (int)threadIdx.x; r < count; r += 256)
+        parts = max(parts, sala_score_parts(a.rows->position[r]));
+    parts = sala_block_max(parts, (int *)shared);
+    for (int item = (int)blockIdx.x; item < lists * parts; item += (int)gridDim.x) {
+        sala_view v = sala_view_of(a.rows, item % count);
+        int head = item / count % MODEL.kv_heads, part = item / lists;
+        if (part < sala_score_parts(v.position)) sala_score_part(&a, &v, head, part, shared);
+    }
+}
+
+// ---- selection, 3: the best blocks ----
+
+typedef struct sala_top_shared {
+    int histogram[256][32]; // a column for each lane: the lanes of a warp never meet
+    int warp[2][32];
+    int digit, need; // what a pass of the radix select decides
+} sala_top_shared;
+
+// The order of floats as that of unsigned integers, as sala__order_key.
+SALA_DEVICE uint32_t sala_top_key(float x) {
+    uint32_t u = sala_f32_bits(x);
+    if (u == 0x80000000u) u = 0; // -0 equals 0
+    return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+
+// Sum over the lanes up to this one.
+SALA_DEVICE int sala_warp_scan(int x) {
+    for (int step = 1; step < 32; step *= 2) {
+        int below = __shfl_up_sync(0xFFFFFFFFu, x, step);
+        if (((int)threadIdx.x & 31) >= step) x += below;
+    }
+    return x;
+}
+
+// From the histogram of a digit: the digit of the need-th largest value, and how many values with
+// that digit are needed. Thread t < 256 stands for digit 255 - t.
+SALA_DEVICE void sala_top_digit(sala_top_shared *shared, int need) {
+    int t = (int)threadIdx.x, lane = t & 31, digit = 255 - t, own = 0, upto = 0;
+    if (t < 256) {
+        for (int i = 0; i < 32; i++) own += shared->histogram[digit][(i + lane) & 31];
+        upto = sala_warp_scan(own);
+        if (lane == 31) shared->warp[0][t >> 5] = upto;
+    }
+    __syncthreads();
+    if (t < 256) {
+        for (int w = 0; w < t >> 5; w++) upto += shared->warp[0][w];
+        if (upto >= need && upto - own < need) {
+            shared->digit = digit;
+            shared->need = need - (upto - own);
+        }
+    }
+    __syncthreads();
+}
+
+// The k largest of n values, the lower index first among equals, ascending: sala__top_k. Radix
+// select in four passes, then every warp writes what it takes of its own run of values.
+SALA_DEVICE void sala_top_k(const float *value, int n, int k, int32_t *out,
+                            sala_top_shared *shared) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, run = (n + 1023) / 1024 * 32;
+    int begin = warp * run, end = min(begin + run, n), need = k, above = 0, equal = 0;
+    uint32_t prefix = 0, mask = 0, below = (1u << lane) - 1;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        for (int i = (int)threadIdx.x; i < 256 * 32; i += 1024) shared->histogram[i >> 5][lane] = 0;
+        __syncthreads();
+#pragma unroll 4
+        for (int i = begin + lane; i < end; i += 32) {
+            uint32_t key = sala_top_key(value[i]);
+            if ((key & mask) == prefix) atomicAdd(&shared->histogram[key >> shift & 255][lane], 1);
+        }
+        __syncthreads();
+        sala_top_digit(shared, need);
+        need = shared->need;
+        prefix |= (uint32_t)shared->digit << shift;
+        mask |= 255u << shift;
+    }
+#pragma unroll 4
+    for (int i = begin; i < end; i += 32) {
+        uint32_t key = i + lane < end ? sala_top_key(value[i + lane]) : 0;
+        above += __popc(__ballot_sync(0xFFFFFFFFu, i + lane < end && key > prefix));
+        equal += __popc(__ballot_sync(0xFFFFFFFFu, i + lane < end && key == prefix));
+    }
+    if (lane == 0) shared->warp[0][warp] = above, shared->warp[1][warp] = equal;
+    __syncthreads();
+    above = equal = 0;
+    for (int w = 0; w < warp; w++) above += shared->warp[0][w], equal += shared->warp[1][w];
+    for (int i = begin; i < end; i += 32) {
+        uint32_t key = i + lane < end ? sala_top_key(value[i + lane]) : 0;
+        uint32_t over = __ballot_sync(0xFFFFFFFFu, i + lane < end && key > prefix);
+        uint32_t same = __ballot_sync(0xFFFFFFFFu, i + lane < end && key == prefix);
+        int before = above + __popc(over & below), ties = equal + __popc(same & below);
+        if (over >> lane & 1 || (same >> lane & 1 && ties < need))
+            out[before + min(ties, need)] = i + lane;
+        above += __popc(over);
+        equal += __popc(same);
+    }
+}
+
+// The list of blocks of each (row, K/V head), one block each. Reads 4 bytes a block of context, six
+// times, mostly from L1. Twin: sala__select_row from the block scores on.
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    sala_select_top(const __grid_constant__ sala_select_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    int row = (int)blockIdx.x / MODEL.kv_heads;
+    int64_t list = blockIdx.x;
+    if (row >= a.rows->count) return;
+    int position = a.rows->position[row], blocks = position / MODEL.block + 1;
+    int k = min(MODEL.top_k, blocks);
+    int32_t *out = a.blocks + list * MODEL.top_k;
+    if (threadIdx.x == 0) a.count[list] = position + 1 < MODEL.dense_len ? -1 : k;
+    if (sala_selects(position))
+        sala_top_k(a.score + list * a.capacity, blocks, k, out, (sala_top_shared *)sala_shared());
+    else if (position + 1 >= MODEL.dense_len)
+        for (int b = (int)threadIdx.x; b < k; b += 1024) out[b] = b;
+}
+
+// ---- attention over the listed blocks ----
+
+#define SALA_ATTEND_PITCH 136 // floats between the heads of a warp's result: no bank conflicts
+
+typedef struct sala_attend_shared {
+    union {
+        sala_act v[64 * 128]; // values of a warp's block; 16-byte piece p of token t at p ^ (t & 7)
+        float o[16 * SALA_ATTEND_PITCH]; // then its result
+    } warp[SALA_ATTEND_PART];
+    float max[SALA_ATTEND_PART][16], sum[SALA_ATTEND_PART][16];
+} sala_attend_shared;
+
+// Blocks that a (row, K/V head) attends to.
+SALA_DEVICE int sala_attend_entries(const sala_attend_args *a, int row, int head) {
+    int count = a->count[row * MODEL.kv_heads + head];
+    return count < 0 ? a->rows->position[row] / MODEL.block + 1 : count;
+}
+
+// Start the copy of a block's values to shared memory; tokens that the row does not see are zeros.
+SALA_DEVICE void sala_attend_values(const sala_attend_args *a, const sala_view *v, int head,
+                                    int block, int page, sala_act *to) {
+    int lane = (int)threadIdx.x & 31, piece = lane & 15;
+#pragma unroll 8
+    for (int t = lane >> 4; t < 64; t += 2) {
+        int u = block * 64 + t;
+        bool visible = u <= v->position;
+        const sala_act *from =
+            visible ? sala_view_key(v, a->pages.v, a->nodes.v, head, page, u) : a->pages.v;
+        sala_copy16_or_zero(to + t * 128 + (piece ^ (t & 7)) * 8, from + piece * 8, visible);
+    }
+    sala_copy_commit();
+}
+
+// Scores of a block's 64 tokens: s[tile][..] as sala_mma's result.
+SALA_DEVICE void sala_attend_scores(const sala_attend_args *a, const sala_view *v, int head,
+                                    int block, sala_act *values, float s[8][4]) {
+    int g = ((int)threadIdx.x & 31) >> 2, page = sala_view_page(v, block);
+    uint32_t q[8][4];
+    uint4 k[8][4]; // all of the block's keys at once: latency is what counts
+#pragma unroll
+    for (int t = 0; t < 8; t++) {
+        int u = block * 64 + 8 * t + g;
+        sala_key_load(k[t], u <= v->position
+                                ? sala_view_key(v, a->pages.k, a->nodes.k, head, page, u)
+                                : NULL);
+    }
+    sala_attend_values(a, v, head, block, page, values);
+    sala_query_load(q, a->q + ((int64_t)v->row * MODEL.heads + head * SALA_GROUP) * 128);
+#pragma unroll
+    for (int t = 0; t < 8; t++) sala_score_tile(s[t], q, k[t]);
+}
+
+// Scores to exp(score - maximum), 0 for the tokens beyond `visible`; maximum and sum of heads g, g+8.
+SALA_DEVICE void sala_attend_softmax(float s[8][4], int visible, float max[2], float sum[2]) {
+    int c = (int)threadIdx.x & 3;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        max[half] = -SALA_INFINITY, sum[half] = 0;
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+            if (i / 2 * 8 + 2 * c + i % 2 < visible)
+                max[half] = fmaxf(max[half], s[i / 2][2 * half + i % 2]);
+        max[half] = sala_quad_max(max[half]);
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            float *x = &s[i / 2][2 * half + i % 2];
+            *x = i / 2 * 8 + 2 * c + i % 2 < visible ? expf(*x - max[half]) : 0;
+            sum[half] += *x;
+        }
+        sum[half] = sala_quad_sum(sum[half]);
+    }
+}
+
+// o[16 heads][128] += p v for a block's 64 tokens, p in BF16 as upstream.
+SALA_DEVICE void sala_attend_weigh(float o[16][4], const float p[8][4], const sala_act *values) {
+    int lane = (int)threadIdx.x & 31;
+#pragma unroll
+    for (int step = 0; step < 4; step++) { // 16 tokens
+        const float *x = p[2 * step], *y = p[2 * step + 1];
+        uint32_t w[4] = {sala_pair(x[0], x[1]), sala_pair(x[2], x[3]), sala_pair(y[0], y[1]),
+                         sala_pair(y[2], y[3])};
+        int t = 16 * step + (lane & 15);
+#pragma unroll
+        for (int n = 0; n < 16; n += 2) { // 16 dims
+            uint32_t v[4];
+            int piece = n + (lane >> 4);
+            sala_ldmatrix4_trans(v, values + t * 128 + (piece ^ (t & 7)) * 8);
+            sala_mma(o[n], w, v);
+            sala_mma(o[n + 1], w, v + 2);
+        }
+    }
+}
+
+// One listed block by one warp: maximum, sum and weighed values of every head, to shared memory.
+SALA_DEVICE void sala_attend_block(const sala_attend_args *a, const sala_view *v, int head,
+                                   int block, sala_attend_shared *shared) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
+    float s[8][4], o[16][4], max[2], sum[2], *to = shared->warp[warp].o;
+    sala_attend_scores(a, v, head, block, shared->warp[warp].v, s);
+    sala_attend_softmax(s, v->position + 1 - block * 64, max, sum);
+#pragma unroll
+    for (int n = 0; n < 16; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0;
+    SALA_COPY_WAIT(0);
+    __syncwarp();
+    sala_attend_weigh(o, s, shared->warp[warp].v);
+    __syncwarp(); // the values give way to the result
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int h = g + 8 * half;
+        if (h >= SALA_GROUP) continue;
+#pragma unroll
+        for (int n = 0; n < 16; n++)
+            *(float2 *)(to + h * SALA_ATTEND_PITCH + n * 8 + 2 * c) =
+                make_float2(o[n][2 * half], o[n][2 * half + 1]);
+        if (c == 0) shared->max[warp][h] = max[half], shared->sum[warp][h] = sum[half];
+    }
+}
+
+// The results of a part's `blocks` blocks, in list order, to one.
+SALA_DEVICE void sala_attend_merge(const sala_attend_args *a, const sala_view *v, int head,
+                                   int part, int blocks, const sala_attend_shared *shared) {
+    for (int i = (int)threadIdx.x; i < SALA_GROUP * 32; i += 128) {
+        int h = i >> 5, x = (i & 31) * 4;
+        float max = -SALA_INFINITY, sum = 0, o[4] = {0, 0, 0, 0};
+        for (int w = 0; w < blocks; w++) max = fmaxf(max, shared->max[w][h]);
+        for (int w = 0; w < blocks; w++) {
+            float scale = expf(shared->max[w][h] - max);
+            float4 add = *(const float4 *)(shared->warp[w].o + h * SALA_ATTEND_PITCH + x);
+            sum = fmaf(shared->sum[w][h], scale, sum);
+            o[0] = fmaf(add.x, scale, o[0]), o[1] = fmaf(add.y, scale, o[1]);
+            o[2] = fmaf(add.z, scale, o[2]), o[3] = fmaf(add.w, scale, o[3]);
+        }
+        int64_t to = ((int64_t)v->row * a->parts + part) * MODEL.heads + head * SALA_GROUP + h;
+        *(float4 *)(a->part_o + to * 128 + x) = make_float4(o[0], o[1], o[2], o[3]);
+        if (x == 0) *(float2 *)(a->part_max_sum + 2 * to) = make_float2(max, sum);
+    }
+}
+
+// Attention of a row over four listed blocks, a warp each. Reads 32 KiB a block, writes 8 KiB a part
+// of 16 heads. Twin: sala__op_attend, whose P is FP32.
+extern "C" __global__ void __launch_bounds__(128, 2)
+    sala_attend(const __grid_constant__ sala_attend_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    sala_attend_shared *shared = (sala_attend_shared *)sala_shared();
+    int count = a.rows->count, lists = count * MODEL.kv_heads, entries = 0;
+    for (int i = (int)threadIdx.x; i < lists; i += 128)
+        entries = max(entries, sala_attend_entries(&a, i / MODEL.kv_heads, i % MODEL.kv_heads));
+    entries = sala_block_max(entries, (int *)shared);
+    int items = lists * ((entries + SALA_ATTEND_PART - 1) / SALA_ATTEND_PART);
+    for (int item = (int)blockIdx.x; item < items; item += (int)gridDim.x) {
+        int row = item % count, head = item / count % MODEL.kv_heads, part = item / lists;
+        int64_t list = (int64_t)row * MODEL.kv_heads + head;
+        int first = part * SALA_ATTEND_PART, entry = first + ((int)threadIdx.x >> 5);
+        int own = sala_attend_entries(&a, row, head);
+        if (first >= own) continue;
+        sala_view v = sala_view_of(a.rows, row);
+        if (entry < own) {
+            int block = a.count[list] < 0 ? entry : a.blocks[list * MODEL.top_k + entry];
+            sala_attend_block(&a, &v, head, block, shared);
+        }
+        __syncthreads();
+        sala_attend_merge(&a, &v, head, part, min(own - first, SALA_ATTEND_PART), shared);
+        __syncthreads();
+    }
+}
+
+// One head of a row from its parts, in list order: four dims a lane, rounded.
+SALA_DEVICE uint2 sala_combine_head(const sala_attend_args *a, int row, int head) {
+    int lane = (int)threadIdx.x & 31;
+    int entries = sala_attend_entries(a, row, head / SALA_GROUP);
+    int parts = (entries + SALA_ATTEND_PART - 1) / SALA_ATTEND_PART;
+    int64_t from = (int64_t)row * a->parts * MODEL.heads + head;
+    float max = -SALA_INFINITY, sum = 0, o[4] = {0, 0, 0, 0};
+    for (int p = lane; p < parts; p += 32)
+        max = fmaxf(max, a->part_max_sum[2 * (from + (int64_t)p * MODEL.heads)]);
+    max = sala_warp_max(max);
+    for (int p = 0; p < parts; p += 32) { // lane i holds the maximum and sum of part p + i
+        float2 own = make_float2(-SALA_INFINITY, 0);
+        if (p + lane < parts)
+            own =
+                *(const float2 *)(a->part_max_sum + 2 * (from + (int64_t)(p + lane) * MODEL.heads));
+        own.x = expf(own.x - max);
+#pragma unroll 8
+        for (int i = 0; i < min(32, parts - p); i++) {
+            float scale = __shfl_sync(0xFFFFFFFFu, own.x, i);
+            const float *at = a->part_o + (from + (int64_t)(p + i) * MODEL.heads) * 128;
+            float4 add = ((const float4 *)at)[lane];
+            sum = fmaf(__shfl_sync(0xFFFFFFFFu, own.y, i), scale, sum);
+            o[0] = fmaf(add.x, scale, o[0]), o[1] = fmaf(add.y, scale, o[1]);
+            o[2] = fmaf(add.z, scale, o[2]), o[3] = fmaf(add.w, scale, o[3]);
+        }
+    }
+    return make_uint2(sala_pair(o[0] / sum, o[1] / sum), sala_pair(o[2] / sum, o[3] / sum));
+}
+
+// The parts of a row's attention to one, then norm and gate. One warp a head; the blocks of a row
+// (gridDim.y) share its heads, which only one block may do if there is a norm. Reads 512 bytes a part
+// and head. Twin: the end of sala__op_attend_tile, sala__op_gate.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    sala_attend_combine(const __grid_constant__ sala_attend_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    int row = (int)blockIdx.x, lane = (int)threadIdx.x & 31, step = 8 * (int)gridDim.y;
+    int first = 8 * (int)blockIdx.y + ((int)threadIdx.x >> 5);
+    uint2 *kept = (uint2 *)(sala_shared() + 128); // [heads, 32], each read by who wrote it
+    const uint2 zero = make_uint2(0, 0);
+    float squares = 0, inverse = 0;
+    if (row >= a.rows->count) return;
+    for (int head = first; head < MODEL.heads; head += step) {
+        uint2 o = sala_combine_head(&a, row, head);
+        squares = sala_gate_squares(o.y, sala_gate_squares(o.x, squares));
+        kept[head * 32 + lane] = o;
+    }
+    if (a.norm.data) {
+        float mean = sala_block_sum(squares, (float *)sala_shared()) / (float)(MODEL.heads * 128);
+        inverse = 1.0f / sqrtf(mean + MODEL.eps);
+    }
+    for (int head = first; head < MODEL.heads; head += step) {
+        int64_t at = ((int64_t)row * MODEL.heads + head) * 32 + lane;
+        uint2 o = kept[head * 32 + lane];
+        uint2 weight = a.norm.data ? ((const uint2 *)a.norm.data)[head * 32 + lane] : zero;
+        uint2 gate = a.gate ? ((const uint2 *)a.gate)[at] : zero;
+        o.x = sala_gate_pair(o.x, inverse, a.norm.data, weight.x, a.gate, gate.x);
+        o.y = sala_gate_pair(o.y, inverse, a.norm.data, weight.y, a.gate, gate.y);
+        ((uint2 *)a.o)[at] = o;
+    }
+}
+
+
+// ---- sample: from rows of logits to tokens (the steps are those of sala.h section [6]) ----
+
+// Rank of +infinity: NaN ranks above it, whatever its sign.
+#define SALA_RANK_INFINITE 0xFF000001u
+
+// How many tokens lie in each part of the ranking, the best first, and their weight in two words.
+typedef struct sala_histogram {
+    uint32_t number[SALA_SAMPLE_BINS], low[SALA_SAMPLE_BINS], high[SALA_SAMPLE_BINS];
+} sala_histogram;
+
+typedef struct sala_sample_memory { // of the block, in shared memory
+    sala_histogram coarse, fine;
+    uint64_t partial[32];          // of block-wide reductions
+    uint64_t sum[32];              // by warp: weight of its tokens, those at the cut included
+    uint32_t number[32], ties[32]; // by warp: tokens with weight; those at the cut
+    uint64_t found_before,
+        found_weight; // what sala_histogram_find found: weight before the bin and
+    uint32_t found_bin, found_skipped, found_number; // in it; number of tokens before and in it
+    int32_t listed;
+    int32_t path[SALA_MAX_PATH]; // tokens of the tree path above the row, without the root
+} sala_sample_memory;
+static_assert(sizeof(sala_sample_memory) <= SALA_SAMPLE_SHARED, "SALA_SAMPLE_SHARED is too small");
+
+// One row and how to choose from it. `first` to `last` - 1 are the tokens of this thread's warp.
+typedef struct sala_choice {
+    sala_sampling s;
+    const float *logits, *biases; // biases 0: no token has one
+    const int32_t *counts;        // 0: no penalties
+    const int32_t *path;
+    int32_t path_count, vocab, span, first, last;
+    int32_t *list; // [vocab] scratch
+    float largest;
+} sala_choice;
+
+// A head of the ranking: all tokens above `rank` and, of those at it, the `ties` lowest ids.
+typedef struct sala_head {
+    uint32_t rank, ties;
+    uint64_t tie_weight, sum; // weight of one token at the cut, and of the whole head
+} sala_head;
+
+// Order of logits as order of integers: 0 for -infinity.
+SALA_DEVICE uint32_t sala_rank(float x) {
+    return (uint32_t)sala_float_order(x) - 0x807FFFFFu;
+}
+
+// The largest of the block. All threads call it.
+SALA_DEVICE uint64_t sala_block_most(uint64_t x, uint64_t *partial) {
+    for (int round = 0; round < 2; round++) {
+        for (int step = 16; step > 0; step >>= 1) {
+            uint64_t other = __shfl_xor_sync(0xFFFFFFFFu, x, step);
+            x = other > x ? other : x;
+        }
+        if (round == 1) return x;
+        __syncthreads();
+        if ((threadIdx.x & 31) == 0) partial[threadIdx.x >> 5] = x;
+        __syncthreads();
+        x = partial[threadIdx.x & 31];
+    }
+    return x;
+}
+
+SALA_DEVICE uint64_t sala_warp_total(uint64_t x) {
+    for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
+    return x;
+}
+
+// Sum of x over the threads before this one. All threads call it.
+SALA_DEVICE uint64_t sala_block_before(uint64_t x, uint64_t *partial) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
+    uint64_t sum = x;
+    for (int step = 1; step < 32; step <<= 1) {
+        uint64_t lower = __shfl_up_sync(0xFFFFFFFFu, sum, step);
+        if (lane >= step) sum += lower;
+    }
+    __syncthreads(); // `partial` may still be read from the call before
+    if (lane == 31) partial[warp] = sum;
+    __syncthreads();
+    return sum - x + sala_warp_total(lane < warp ? partial[lane] : 0);
+}
+
+// The logit of a token after bias and penalties.
+SALA_DEVICE float sala_logit(const sala_choice *c, int32_t token) {
+    float x = c->logits[token];
+    if (!c->counts && !c->biases) return x;
+    float bias = c->biases ? c->biases[token] : sala_bits_f32(0x7F800000u);
+    int32_t count = c->counts ? c->counts[token] : 0;
+    for (int i = 0; i < c->path_count; i++) count += c->path[i] == token ? 2 : 0;
+    return sala_adjust(x, bias, count, c->s.repetition, c->s.presence, c->s.frequency);
+}
+
+// The token of the largest logit, of equal ones the lowest id; -1 when a raw logit is NaN or
+// +infinity, or all are -infinity. One pass over the row. All threads call it.
+SALA_DEVICE int32_t sala_sample_largest(const sala_choice *c, sala_sample_memory *m) {
+    uint32_t most = 0;
+    int32_t token = 0;
+    for (int32_t t = c->first + ((int)threadIdx.x & 31); t < c->last; t += 32) {
+        uint32_t rank = sala_rank(sala_logit(c, t));
+        if (sala_rank(c->logits[t]) >= SALA_RANK_INFINITE) rank = 0xFFFFFFFFu;
+        if (rank > most) most = rank, token = t;
+    }
+    uint64_t best = sala_block_most((uint64_t)most << 32 | (uint32_t)~token, m->partial);
+    uint32_t rank = (uint32_t)(best >> 32);
+    return rank == 0 || rank >= SALA_RANK_INFINITE ? -1 : (int32_t) ~(uint32_t)best;
+}
+
+SALA_DEVICE float sala_scaled(const sala_choice *c, float x) {
+    return (x - c->largest) / c->s.temperature;
+}
+
+// The weight of a token, 0 if min-p drops it. Below -22 exp is less than half a unit of weight.
+SALA_DEVICE uint32_t sala_sample_weight(const sala_choice *c, float scaled) {
+    if (scaled < -22.0f || scaled < c->s.min_p_log) return 0;
+    return (uint32_t)sala_draw_weight(scaled);
+}
+
+// The bin of the coarse histogram. Weight ends at -21.49, so that 1,010 bins of equal width hold
+// all that have any; every rounding here keeps the order.
+SALA_DEVICE uint32_t sala_sample_bin(float scaled) {
+    return (uint32_t)fminf(scaled * -47.0f, (float)(SALA_SAMPLE_BINS - 1));
+}
+
+// Enter each lane's token if it has weight; whole warps call it. Equal logits would queue up at one
+// bin: a warp that agrees on the bin sends one lane.
+SALA_DEVICE void sala_histogram_add(sala_histogram *h, uint32_t bin, uint32_t weight) {
+    uint32_t entering = __ballot_sync(0xFFFFFFFFu, weight != 0);
+    if (entering == 0) return;
+    int leader = __ffs((int)entering) - 1;
+    uint32_t first = __shfl_sync(0xFFFFFFFFu, bin, leader), number = 1;
+    uint64_t sum = weight;
+    if (__ballot_sync(0xFFFFFFFFu, weight != 0 && bin == first) == entering) {
+        sum = sala_warp_total(sum);
+        number = (uint32_t)__popc(entering);
+        entering = 1u << leader;
+    }
+    if (!(entering >> (threadIdx.x & 31) & 1)) return;
+    uint32_t low = (uint32_t)sum, before = atomicAdd(&h->low[bin], low);
+    uint32_t high = (uint32_t)(sum >> 32) + (before + low < low);
+    if (high) atomicAdd(&h->high[bin], high);
+    atomicAdd(&h->number[bin], number);
+}
+
+SALA_DEVICE void sala_histogram_clear(sala_histogram *h) {
+    h->number[threadIdx.x] = h->low[threadIdx.x] = h->high[threadIdx.x] = 0;
+    __syncthreads();
+}
+
+// The bin in which the ranking reaches `count` tokens or the weight `need`, whichever comes first.
+// What lies before it is subtracted from both. All threads call it.
+SALA_DEVICE uint32_t sala_histogram_find(const sala_histogram *h, uint64_t *count, uint64_t *need,
+                                         sala_sample_memory *m) {
+    uint32_t bin = threadIdx.x, number = h->number[bin];
+    uint64_t weight = (uint64_t)h->high[bin] << 32 | h->low[bin];
+    uint64_t numbers = sala_block_before(number, m->partial);
+    uint64_t weights = sala_block_before(weight, m->partial);
+    if (numbers < *count && weights < *need &&
+        (numbers + number >= *count || weights + weight >= *need)) { // true for one thread
+        m->found_bin = bin;
+        m->found_skipped = (uint32_t)numbers;
+        m->found_number = number;
+        m->found_before = weights;
+        m->found_weight = weight;
+    }
+    __syncthreads();
+    *count -= m->found_skipped;
+    *need -= m->found_before;
+    return m->found_bin;
+}
+
+// Weigh the tokens at or above rank `cut` into m->sum, m->number and m->ties, and enter them into
+// the histogram if there is one. One pass over the row. All threads call it.
+SALA_DEVICE void sala_sample_weigh(const sala_choice *c, uint32_t cut, sala_histogram *h,
+                                   sala_sample_memory *m) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
+    uint64_t sum = 0, numbers = 0; // ties in the upper half
+    for (int32_t base = c->first; base < c->last; base += 32) {
+        uint32_t weight = 0, rank = 0, bin = 0;
+        if (base + lane < c->last) {
+            float x = sala_logit(c, base + lane), scaled = sala_scaled(c, x);
+            rank = sala_rank(x);
+            bin = sala_sample_bin(scaled);
+            if (rank >= cut) weight = sala_sample_weight(c, scaled);
+        }
+        sum += weight;
+        if (weight) numbers += 1 + ((uint64_t)(rank == cut) << 32);
+        if (h) sala_histogram_add(h, bin, weight);
+    }
+    sum = sala_warp_total(sum);
+    numbers = sala_warp_total(numbers);
+    __syncthreads();
+    if (lane == 0) {
+        m->sum[warp] = sum;
+        m->number[warp] = (uint32_t)numbers;
+        m->ties[warp] = (uint32_t)(numbers >> 32);
+    }
+    __syncthreads();
+}
+
+// Write the tokens of one bin of the coarse histogram to c->list, in no particular order. One pass
+// over the row. Returns how many. All threads call it.
+SALA_DEVICE int32_t sala_sample_list(const sala_choice *c, uint32_t bin, sala_sample_memory *m) {
+    int lane = (int)threadIdx.x & 31;
+    if (threadIdx.x == 0) m->listed = 0;
+    __syncthreads();
+    for (int32_t base = c->first; base < c->last; base += 32) {
+        bool member = false;
+        if (base + lane < c->last) {
+            float scaled = sala_scaled(c, sala_logit(c, base + lane));
+            member = sala_sample_bin(scaled) == bin && sala_sample_weight(c, scaled) != 0;
+        }
+        uint32_t members = __ballot_sync(0xFFFFFFFFu, member);
+        if (members == 0) continue;
+        int32_t at = lane == 0 ? atomicAdd(&m->listed, __popc(members)) : 0;
+        at = __shfl_sync(0xFFFFFFFFu, at, 0) + __popc(members & ((1u << lane) - 1));
+        if (member) c->list[at] = base + lane;
+    }
+    __syncthreads();
+    return m->listed;
+}
+
+// The shortest head of the ranking that has `count` tokens or the weight `need`, whichever comes
+// first (sala__sampler_cut). The bin from m->coarse, then inside it a radix selection, eight bits
+// of the rank at a time. All threads call it.
+SALA_DEVICE sala_head sala_sample_cut(const sala_choice *c, uint64_t count, uint64_t need,
+                                      sala_sample_memory *m) {
+    sala_head head = {0, 0, 0, need};
+    uint32_t bin = sala_histogram_find(&m->coarse, &count, &need, m), mask = 0;
+    int32_t n = sala_sample_list(c, bin, m), lane = (int)threadIdx.x & 31;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        sala_histogram_clear(&m->fine);
+        for (int32_t i = (int)threadIdx.x - lane; i < n; i += (int)blockDim.x) {
+            uint32_t weight = 0, rank = 0;
+            if (i + lane < n) {
+                float x = sala_logit(c, c->list[i + lane]);
+                rank = sala_rank(x);
+                if ((rank & mask) == head.rank) weight = sala_sample_weight(c, sala_scaled(c, x));
+            }
+            sala_histogram_add(&m->fine, 255 - (rank >> shift & 255), weight);
+        }
+        __syncthreads();
+        head.rank |= (255 - sala_histogram_find(&m->fine, &count, &need, m)) << shift;
+        mask |= 255u << shift;
+    }
+    // Tokens of one rank have one weight; what is still asked for comes from the lowest ids.
+    uint64_t ties = count < m->found_number ? count : m->found_number;
+    head.tie_weight = m->found_weight / m->found_number;
+    if (need < ties * head.tie_weight) ties = (need + head.tie_weight - 1) / head.tie_weight;
+    head.ties = (uint32_t)ties;
+    head.sum += ties * head.tie_weight - need; // `need` of the beginning less what is left of it
+    return head;
+}
+
+// The weight of a token in the head; *ties counts down those that may still be taken at the cut.
+SALA_DEVICE uint32_t sala_head_weight(const sala_choice *c, const sala_head *head, int32_t token,
+                                      uint32_t *ties) {
+    float x = sala_logit(c, token);
+    uint32_t rank = sala_rank(x), weight = 0;
+    if (rank >= head->rank) weight = sala_sample_weight(c, sala_scaled(c, x));
+    if (rank > head->rank || weight == 0) return weight;
+    if (*ties == 0) return 0;
+    *ties -= 1;
+    return weight;
+}
+
+// The token at which the running sum of the head's weights, in ascending ids, exceeds `at`: first
+// the warp that holds it, by m->sum and m->ties; then its tokens by all threads, `each` consecutive
+// ones a thread. One thread writes *token. All threads call it.
+SALA_DEVICE void sala_sample_draw(const sala_choice *c, const sala_head *head, uint64_t at,
+                                  sala_sample_memory *m, int32_t *token) {
+    uint32_t ties = head->ties;
+    int32_t warp = 0;
+    for (; warp < 31; warp++) {
+        uint32_t kept = ties < m->ties[warp] ? ties : m->ties[warp];
+        uint64_t sum = m->sum[warp] - (m->ties[warp] - kept) * head->tie_weight;
+        if (at < sum) break;
+        at -= sum;
+        ties -= kept;
+    }
+    int32_t each = (c->span + (int)blockDim.x - 1) / (int)blockDim.x, end = (warp + 1) * c->span;
+    int32_t from = warp * c->span + (int)threadIdx.x * each, to = from + each;
+    if (end > c->vocab) end = c->vocab;
+    if (to > end) to = end;
+    uint64_t sum = 0;
+    uint32_t most = 0xFFFFFFFFu, left = most;
+    for (int32_t t = from; t < to; t++) sum += sala_head_weight(c, head, t, &left);
+    uint32_t mine = most - left, before = (uint32_t)sala_block_before(mine, m->partial);
+    uint32_t kept = before < ties ? ties - before : 0;
+    if (kept > mine) kept = mine;
+    sum -= (mine - kept) * head->tie_weight;
+    uint64_t start = sala_block_before(sum, m->partial);
+    if (at < start || at - start >= sum) return;
+    at -= start;
+    for (int32_t t = from; t < to; t++) {
+        uint32_t weight = sala_head_weight(c, head, t, &kept);
+        if (at < weight) {
+            *token = t;
+            return;
+        }
+        at -= weight;
+    }
+}
+
+// Fill in what is to be known of row `r`.
+SALA_DEVICE sala_choice sala_sample_row(const sala_sample_args *a, int32_t r,
+                                        sala_sample_memory *m) {
+    sala_choice c;
+    c.s = a->sampling[r];
+    c.vocab = a->vocab;
+    c.logits = a->logits + (int64_t)r * a->vocab;
+    c.biases = c.s.biased ? a->biases + (int64_t)c.s.slot * a->vocab : nullptr;
+    c.counts = c.s.penalties ? a->counts + (int64_t)c.s.slot * a->vocab : nullptr;
+    c.list = a->weight + (int64_t)r * a->vocab;
+    c.span = ((a->vocab + 31) / 32 + 31) / 32 * 32;
+    c.first = (int)(threadIdx.x >> 5) * c.span;
+    c.last = c.first + c.span < a->vocab ? c.first + c.span : a->vocab;
+    c.path = m->path;
+    c.path_count = 0;
+    c.largest = 0;
+    const sala_rows *rows = a->rows;
+    if (!c.counts || !rows->verify) return c;
+    c.path_count = rows->position[r] - rows->seqs[rows->seq[r]].stored;
+    if ((int)threadIdx.x < c.path_count)
+        m->path[threadIdx.x] = rows->token[rows->path[r * SALA_MAX_PATH + 1 + (int)threadIdx.x]];
+    __syncthreads();
+    return c;
+}
+
+// Choose the token of each row: one block a row. Reads the logits once if greedy, twice with a
+// temperature, up to five times with top-k and top-p. C twin: sala__sample.
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    sala_sample(const __grid_constant__ sala_sample_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    sala_sample_memory *m = (sala_sample_memory *)sala_shared();
+    int32_t r = (int)blockIdx.x;
+    if (r >= a.rows->count) return;
+    sala_choice c = sala_sample_row(&a, r, m);
+    int32_t token = sala_sample_largest(&c, m);
+    if (token < 0 || !(c.s.temperature > 0)) {
+        if (threadIdx.x == 0) a.token[r] = token;
+        return;
+    }
+    c.largest = sala_logit(&c, token);
+    sala_histogram_clear(&m->coarse);
+    int cut = c.s.top_k > 0 || c.s.top_p < 1;
+    sala_sample_weigh(&c, 0, cut ? &m->coarse : nullptr, m);
+    int lane = (int)threadIdx.x & 31;
+    uint64_t number = sala_warp_total(m->number[lane]);
+    sala_head head = {0, 0, 0, sala_warp_total(m->sum[lane])};
+    if (c.s.top_k > 0 && number > (uint64_t)c.s.top_k)
+        head = sala_sample_cut(&c, (uint64_t)c.s.top_k, ~(uint64_t)0, m);
+    if (c.s.top_p < 1)
+        head = sala_sample_cut(&c, ~(uint64_t)0, sala_top_p_need(c.s.top_p, head.sum, head.sum), m);
+    if (head.rank) sala_sample_weigh(&c, head.rank, nullptr, m);
+    uint64_t at = sala_scale_random(sala_random(c.s.seed, c.s.position), head.sum);
+    sala_sample_draw(&c, &head, at, m, &a.token[r]);
+}
+
+
+// ---- pack, fill: weights on their way into GPU memory ----
+
+SALA_DEVICE int32_t sala_round_up(int32_t n, int32_t to) {
+    return (n + to - 1) / to * to;
+}
+
+// One lane's share of a packed row tile and a run of 32 k (see sala_packed): k 8c .. 8c+7 of rows g
+// (`low`) and g + 8 (`high`), of which one may belong to another call.
+SALA_DEVICE void sala_store_packed(uint16_t *to, int32_t tile, int32_t run, int32_t lane,
+                                   int32_t columns, uint4 low, uint4 high, bool has_low,
+                                   bool has_high) {
+    uint4 *at = (uint4 *)(to + ((int64_t)tile * (columns / 16) + run * 2) * 256) + lane;
+    if (has_low && has_high) {
+        at[0] = make_uint4(low.x, high.x, low.y, high.y);
+        at[32] = make_uint4(low.z, high.z, low.w, high.w);
+        return;
+    }
+    uint32_t *word = (uint32_t *)at;
+    if (has_low) word[0] = low.x, word[2] = low.y, word[128] = low.z, word[130] = low.w;
+    if (has_high) word[1] = high.x, word[3] = high.y, word[129] = high.z, word[131] = high.w;
+}
+
+// An element of any format as BF16.
+SALA_DEVICE uint16_t sala_load1(const void *from, int64_t index, int32_t format) {
+    if (format == SALA_F32) return sala_f32_bf16(((const float *)from)[index]);
+    uint16_t bits = ((const uint16_t *)from)[index];
+    return format == SALA_F16 ? sala_f32_bf16(sala_f16_f32(bits)) : bits;
+}
+
+// Eight consecutive elements of any format as BF16; `index` is a multiple of 8.
+SALA_DEVICE uint4 sala_load8(const void *from, int64_t index, int32_t format) {
+    if (format == SALA_BF16) return sala_load_once((const uint16_t *)from + index);
+    float x[8];
+    if (format == SALA_F32) {
+        uint4 a = sala_load_once((const float *)from + index);
+        uint4 b = sala_load_once((const float *)from + index + 4);
+        uint32_t bits[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+        for (int i = 0; i < 8; i++) x[i] = __uint_as_float(bits[i]);
+    } else {
+        uint4 a = sala_load_once((const uint16_t *)from + index);
+        uint32_t pairs[4] = {a.x, a.y, a.z, a.w};
+        for (int i = 0; i < 8; i++) x[i] = sala_f16_f32((uint16_t)(pairs[i / 2] >> i % 2 * 16));
+    }
+    return make_uint4(sala_pair(x[0], x[1]), sala_pair(x[2], x[3]), sala_pair(x[4], x[5]),
+                      sala_pair(x[6], x[7]));
+}
+
+// Eight elements of a synthetic tensor from `element` on, a multiple of 4: two hashes.
+SALA_DEVICE uint4 sala_fill8(const sala_fill_args *a, uint64_t element) {
+    uint32_t pairs[4];
+    for (int i = 0; i < 4; i++) {
+        uint64_t hash = sala_synthetic_hash(a->seed, element + i / 2 * 4), of4 = i % 2 * 2;
+        pairs[i] = (uint32_t)sala_synthetic(hash, of4, a->scale, a->offset) |
+                   (uint32_t)sala_synthetic(hash, of4 + 1, a->scale, a->offset) << 16;
+    }
+    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+// Which rows and k the threads of sala_pack and sala_fill take: a warp a row tile and a run of 32
+// k, the runs of a tile one after the other. In a pair a call has eight rows of a tile.
+typedef struct sala_packed_place {
+    int32_t tile, run, lane, k; // k: the first of eight
+    int32_t row[2];             // low, high; the same row twice in a pair
+    bool mine[2];               // low, high: whether it belongs to this matrix
+} sala_packed_place;
+
+SALA_DEVICE sala_packed_place sala_place(int32_t first_tile, int32_t columns, int32_t pair) {
+    sala_packed_place p;
+    int32_t warp = (int)(blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5)), runs = columns / 32;
+    p.tile = first_tile + warp / runs;
+    p.run = warp % runs;
+    p.lane = (int)threadIdx.x & 31;
+    p.k = p.run * 32 + (p.lane & 3) * 8;
+    p.row[0] = p.tile * (pair ? 8 : 16) + (p.lane >> 2);
+    p.row[1] = p.row[0] + (pair ? 0 : 8);
+    p.mine[0] = pair != 2;
+    p.mine[1] = pair != 1;
+    return p;
+}
+
+// Rows of a matrix as in the file -> BF16, still row-major: eight elements a thread.
+SALA_DEVICE void sala_pack_rows(const sala_pack_args *a) {
+    int64_t count = (int64_t)a->rows * a->k, before = (int64_t)a->first * a->k;
+    int64_t first = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 8;
+    if (first + 8 <= count && before % 8 == 0) {
+        *(uint4 *)(a->to + before + first) = sala_load8(a->from, first, a->format);
+        return;
+    }
+    for (int64_t i = first; i < first + 8 && i < count; i++)
+        a->to[before + i] = sala_load1(a->from, i, a->format);
+}
+
+// Rows of a matrix as in the file -> packed BF16. A thread: eight k of two rows, 32 bytes written.
+// Grid: row tiles that the rows touch * k / 32 warps; rows * k / 8 threads when not packed.
+// C twin: sala_packed.
+extern "C" __global__ void __launch_bounds__(256, 4)
+    sala_pack(const __grid_constant__ sala_pack_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    if (a.pair < 0) {
+        sala_pack_rows(&a);
+        return;
+    }
+    int32_t end = a.first + a.rows;
+    int32_t padded = end == a.n ? sala_round_up(a.n, SALA_GEMM_ROWS / (a.pair ? 2 : 1)) : end;
+    sala_packed_place p = sala_place(a.first / (a.pair ? 8 : 16), a.k, a.pair);
+    uint4 value[2];
+    for (int i = 0; i < 2; i++) {
+        value[i] = make_uint4(0, 0, 0, 0);
+        p.mine[i] = p.mine[i] && p.row[i] >= a.first && p.row[i] < padded;
+        if (p.mine[i] && p.row[i] < end)
+            value[i] = sala_load8(a.from, (int64_t)(p.row[i] - a.first) * a.k + p.k, a.format);
+    }
+    sala_store_packed(a.to, p.tile, p.run, p.lane, a.k, value[0], value[1], p.mine[0], p.mine[1]);
+}
+
+// Synthetic weights, row-major: eight elements a thread.
+SALA_DEVICE void sala_fill_rows(const sala_fill_args *a) {
+    int64_t count = (int64_t)a->n * a->k;
+    int64_t first = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * 8;
+    if (first >= count) return;
+    uint4 value = sala_fill8(a, (uint64_t)first);
+    if (first + 8 <= count) {
+        *(uint4 *)(a->to + first) = value;
+        return;
+    }
+    uint32_t pairs[4] = {value.x, value.y, value.z, value.w};
+    for (int i = 0; i < 7; i++)
+        if (first + i < count) a->to[first + i] = (uint16_t)(pairs[i / 2] >> i % 2 * 16);
+}
+
+// Synthetic weights in any layout; writes as pack does. Grid: n * k / 8 threads (row-major), else
+// row tiles * k / 32 warps. C twin: sala__synthetic_fill.
+extern "C" __global__ void __launch_bounds__(256, 4)
+    sala_fill(const __grid_constant__ sala_fill_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    if (a.layout == 0) {
+        sala_fill_rows(&a);
+        return;
+    }
+    int32_t pair = a.layout - 1, padded = sala_round_up(a.n, SALA_GEMM_ROWS / (pair ? 2 : 1));
+    sala_packed_place p = sala_place(0, a.k, pair);
+    uint4 value[2];
+    for (int i = 0; i < 2; i++) {
+        value[i] = make_uint4(0, 0, 0, 0);
+        p.mine[i] = p.mine[i] && p.row[i] < padded;
+        if (p.mine[i] && p.row[i] < a.n)
+            value[i] = sala_fill8(&a, (uint64_t)p.row[i] * (uint64_t)a.k + (uint64_t)p.k);
+    }
+    sala_store_packed(a.to, p.tile, p.run, p.lane, a.k, value[0], value[1], p.mine[0], p.mine[1]);
+}
+
+
+// A long read, for the benchmark's yardstick: 16 bytes a thread, eight loads in flight. Grid: 16
+// blocks a multiprocessor.
+extern "C" __global__ void __launch_bounds__(256, 4)
+    sala_read(const __grid_constant__ sala_read_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    const uint4 *from = (const uint4 *)a.from;
+    int64_t count = a.bytes / 16, stride = (int64_t)gridDim.x * blockDim.x;
+    uint32_t sum = 0;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += 8 * stride) {
+        uint4 v[8];
+#pragma unroll
+        for (int u = 0; u < 8; u++)
+            v[u] = i + u * stride < count ? sala_load_once(from + i + u * stride)
+                                          : make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int u = 0; u < 8; u++) sum += v[u].x ^ v[u].y ^ v[u].z ^ v[u].w;
+    }
+    if (sum == 0x12345678u) *a.out = sum; // so that nothing is optimised away
+}
+

@@ -1,0 +1,85 @@
+/*  device.h - a CUDA device for kernel tests: the simulator of tests/sim by default, a GPU where SALA_TEST_GPU
+    is set. Included after sala.h (with its implementation) and check.h. */
+#ifndef SALA_TEST_DEVICE_H
+#define SALA_TEST_DEVICE_H
+
+static sala__gpu device_gpu;
+static sala__gpu *const gpu = &device_gpu; // for the launchers
+static sala_dims device_dims;
+static int device_is_open;
+
+// Which libraries stand for the driver and the compiler. 0: neither GPU nor simulator is there.
+static int device_exists(void) {
+    const char *simulator = getenv("SALA_SIM");
+    if (getenv("SALA_TEST_GPU")) return 1;
+    if (!simulator) simulator = "build/libsala_sim.so";
+    if (!sala__file_exists(simulator)) return 0;
+    setenv("SALA_CUDA", simulator, 1);
+    setenv("SALA_NVRTC", simulator, 1);
+    return 1;
+}
+
+static void device_must(int code, const sala_error *err) {
+    if (code >= 0 && !gpu->error.code) return;
+    printf("  in %s: %s\n", check_test, code < 0 ? err->text : gpu->error.text);
+    exit(2);
+}
+
+static void device_close(void) {
+    if (!device_is_open) return;
+    sala__cuda_leave(&gpu->cuda);
+    sala__gpu_close(gpu);
+    device_is_open = 0;
+}
+
+// Kernels for a model of this shape; what was open is closed.
+static void device_open(const sala_dims *dims) {
+    sala_error err;
+    sala__env env;
+    const char *ordinal = getenv("SALA_TEST_GPU");
+    memset(&err, 0, sizeof err);
+    memset(&env, 0, sizeof env);
+    device_close();
+    memset(gpu, 0, sizeof *gpu);
+    device_dims = *dims;
+    device_must(sala__cuda_open(&env, ordinal ? atoi(ordinal) : 0, &gpu->cuda, &err), &err);
+    device_must(sala__cuda_enter(&gpu->cuda, &err), &err);
+    device_must(sala__gpu_open(gpu, &device_dims, &err), &err);
+    device_is_open = 1;
+}
+
+static inline void device_sync(void) {
+    sala_error err;
+    memset(&err, 0, sizeof err);
+    device_must(sala__cuda_wait(&gpu->cuda, &err), &err);
+}
+
+// Device memory until device_close: a copy of `host`, or (NULL) all ones, which are NaN.
+static inline void *on_device(const void *host, size_t bytes) {
+    sala_error err;
+    memset(&err, 0, sizeof err);
+    void *p = sala__gpu_take(gpu, bytes, "a test", &err);
+    device_must(p ? 0 : -1, &err);
+    if (host)
+        device_must(sala__cuda_upload(&gpu->cuda, sala__on_gpu(p), host, bytes, &err), &err);
+    else
+        device_must(sala__cuda_fill(&gpu->cuda, sala__on_gpu(p), 0xFF, bytes, &err), &err);
+    device_sync();
+    return p;
+}
+
+static inline void to_device(void *device, const void *host, size_t bytes) {
+    sala_error err;
+    memset(&err, 0, sizeof err);
+    device_must(sala__cuda_upload(&gpu->cuda, sala__on_gpu(device), host, bytes, &err), &err);
+    device_sync();
+}
+
+static inline void from_device(void *host, const void *device, size_t bytes) {
+    sala_error err;
+    memset(&err, 0, sizeof err);
+    device_must(sala__cuda_download(&gpu->cuda, host, sala__on_gpu(device), bytes, &err), &err);
+    device_sync();
+}
+
+#endif

@@ -1,0 +1,409 @@
+// The kernels norm, gemm, gemm_swiglu and gemm_norm against their C twins. For test_kernels.c.
+//
+// Tolerances: a sum of products may be off by 2^-17 of the sum of their magnitudes (tensor cores
+// drop what lies below their accumulators); BF16 results then by one rounding.
+
+static const sala_dims gemm_dims = {.vocab = 256,
+                                    .hidden = 1088,
+                                    .ffn = 256,
+                                    .layers = 1,
+                                    .heads = 2,
+                                    .kv_heads = 1,
+                                    .head_dim = 128,
+                                    .block = 64,
+                                    .kernel = 32,
+                                    .stride = 16,
+                                    .init_blocks = 1,
+                                    .local_blocks = 4,
+                                    .top_k = 8,
+                                    .dense_len = 512,
+                                    .lin_heads = 2,
+                                    .lin_kv_heads = 2,
+                                    .lin_dim = 128,
+                                    .eps = 1e-6f,
+                                    .rope_theta = 10000,
+                                    .embed_scale = 1,
+                                    .residual_scale = 0.25f,
+                                    .logit_divisor = 1,
+                                    .attn_scale = 1,
+                                    .lin_scale = 1};
+
+static sala__cpu gemm_cpu;
+
+static void gemm_begin(void) {
+    static const sala__env env = {NULL, NULL, NULL, NULL};
+    sala_error err = {0, ""};
+    check_seed = 7;
+    device_open(&gemm_dims);
+    if (sala__cpu_open(&env, 1, sala__gemm_scratch(), &gemm_cpu, &err) < 0) exit(2);
+}
+
+static void gemm_end(void) {
+    device_close();
+    sala__cpu_close(&gemm_cpu);
+}
+
+static sala_act *gemm_random(size_t count, float scale) {
+    sala_act *x = (sala_act *)malloc(count * sizeof *x + 1);
+    for (size_t i = 0; i < count; i++) x[i] = sala_store(check_uniform() * scale);
+    return x;
+}
+
+static void *gemm_space(size_t bytes) { // host memory that is poisoned like the device's
+    void *p = malloc(bytes + 1);
+    memset(p, 0xFF, bytes);
+    return p;
+}
+
+static sala_weight gemm_weight(int n, int k, float scale) {
+    sala_weight w = {gemm_random((size_t)n * (size_t)k, scale), SALA_BF16, n, k};
+    return w;
+}
+
+// The same matrix as a GPU has it; with `up` the two as one packed pair.
+static sala_weight gemm_pack(const sala_weight *w, const sala_weight *up) {
+    int rows = up ? 2 * w->n : w->n, padded = (rows + SALA_GEMM_ROWS - 1) / SALA_GEMM_ROWS;
+    size_t bytes = (size_t)padded * SALA_GEMM_ROWS * (size_t)w->k * 2;
+    uint16_t *packed = (uint16_t *)calloc(1, bytes);
+    sala_weight on_gpu = *w;
+    for (int which = 0; which < (up ? 2 : 1); which++)
+        for (int n = 0; n < w->n; n++)
+            for (int k = 0; k < w->k; k++) {
+                int row = up ? sala_packed_pair(n, which) : n;
+                const uint16_t *from = (const uint16_t *)(which ? up : w)->data;
+                packed[sala_packed(row, k, w->k)] = from[(size_t)n * (size_t)w->k + (size_t)k];
+            }
+    on_gpu.data = on_device(packed, bytes);
+    free(packed);
+    return on_gpu;
+}
+
+static void gemm_free(const void *p) {
+    free((void *)(uintptr_t)p);
+}
+
+// What a product may be off by: 2^-17 of the sum of the magnitudes.
+static float gemm_slack(const sala_act *x, const sala_weight *w, int n) {
+    const uint16_t *row = (const uint16_t *)w->data + (size_t)n * (size_t)w->k;
+    float sum = 0;
+    for (int i = 0; i < w->k; i++) sum += fabsf(sala_load(x[i]) * sala_bf16_f32(row[i]));
+    return sum * 0x1p-17f;
+}
+
+static float gemm_ulp(float x) { // of BF16
+    return sala_bits_f32(sala_f32_bits(fabsf(x)) & 0x7F800000u) * 0x1p-7f;
+}
+
+// ---- norm ----
+
+// y must be the norm of the x that the kernel wrote, x within `slack` and a rounding of the twin's.
+static void gemm_check_norm(const sala_norm_args *a, const sala_act *x, const sala_act *y,
+                            const sala_act *want_x, const char *what) {
+    int bad_x = 0, bad_y = 0;
+    const sala_act *weight = (const sala_act *)a->weight.data;
+    for (int r = 0; r < a->rows; r++) {
+        double square = 0;
+        for (int i = 0; i < a->width; i++) {
+            float got = sala_load(x[r * a->width + i]), want = sala_load(want_x[r * a->width + i]);
+            bad_x += !(fabsf(got - want) <= 2 * gemm_ulp(want) + 0.01f);
+            square += (double)got * (double)got;
+        }
+        double inverse = 1 / sqrt(square / a->width + (double)a->eps);
+        for (int i = 0; i < a->width; i++) {
+            double want = sala_load(x[r * a->width + i]) * inverse * (double)sala_load(weight[i]);
+            want /= (double)a->divisor;
+            double got = (double)sala_load(y[r * a->width + i]);
+            bad_y += !(fabs(got - want) <= fabs(want) * 0x1p-6 + 1e-30);
+        }
+    }
+    CHECK(bad_x == 0 && bad_y == 0, "%s, %d rows of %d: %d of x, %d of y are wrong", what, a->rows,
+          a->width, bad_x, bad_y);
+}
+
+static void test_norm_case(int rows, int width, int branch, float divisor) {
+    size_t count = (size_t)rows * (size_t)width, bytes = count * sizeof(sala_act);
+    sala_norm_args cpu = {rows,
+                          width,
+                          1e-6f,
+                          0.25f,
+                          branch ? gemm_random(count, 2) : NULL,
+                          gemm_weight(width, 1, 1.5f),
+                          gemm_random(count, 3),
+                          (sala_act *)gemm_space(bytes),
+                          divisor};
+    sala_norm_args a = cpu;
+    sala_act *x = (sala_act *)malloc(bytes), *y = (sala_act *)malloc(bytes);
+    if (branch) a.branch = (const sala_act *)on_device(cpu.branch, bytes);
+    a.weight.data = on_device(cpu.weight.data, (size_t)width * 2);
+    a.x = (sala_act *)on_device(cpu.x, bytes);
+    a.y = (sala_act *)on_device(NULL, bytes);
+    sala__launch_norm(gpu, &a);
+    device_sync();
+    from_device(x, a.x, bytes);
+    from_device(y, a.y, bytes);
+    sala__op_norm(&gemm_cpu, &cpu);
+    CHECK(memcmp(x, cpu.x, bytes) == 0, "x of %d rows of %d", rows, width);
+    gemm_check_norm(&cpu, x, y, cpu.x, "norm");
+    gemm_free(cpu.branch), gemm_free(cpu.weight.data), free(cpu.x), free(cpu.y), free(x), free(y);
+}
+
+static void test_norm(void) {
+    gemm_begin();
+    test_norm_case(1, 1088, 1, 1);
+    test_norm_case(3, 1088, 0, 1);
+    test_norm_case(5, 64, 1, 16);
+    test_norm_case(17, 192, 0, 3);
+    gemm_end();
+}
+
+// ---- gemm ----
+
+static void test_gemm_case(int rows, int k, int count, const int *n, int f32) {
+    sala_gemm_args cpu, a;
+    memset(&cpu, 0, sizeof cpu);
+    cpu.rows = rows, cpu.count = count;
+    sala_act *x = gemm_random((size_t)rows * (size_t)k, 1);
+    cpu.x = x;
+    a = cpu;
+    a.x = (const sala_act *)on_device(x, (size_t)rows * (size_t)k * 2);
+    for (int i = 0; i < count; i++) {
+        size_t bytes = (size_t)rows * (size_t)n[i] * (f32 ? 4 : 2);
+        cpu.w[i] = gemm_weight(n[i], k, 1);
+        a.w[i] = gemm_pack(&cpu.w[i], NULL);
+        if (f32) cpu.y_f32 = (float *)gemm_space(bytes), a.y_f32 = (float *)on_device(NULL, bytes);
+        if (!f32) cpu.y[i] = (sala_act *)gemm_space(bytes);
+        if (!f32) a.y[i] = (sala_act *)on_device(NULL, bytes);
+    }
+    sala__launch_gemm(gpu, &a);
+    sala__op_gemm(&gemm_cpu, &cpu);
+    device_sync();
+    for (int i = 0; i < count; i++) {
+        size_t bytes = (size_t)rows * (size_t)n[i] * (f32 ? 4 : 2);
+        void *got = malloc(bytes);
+        int wrong = 0;
+        from_device(got, f32 ? (void *)a.y_f32 : (void *)a.y[i], bytes);
+        for (int j = 0; j < rows * n[i]; j++) {
+            float is = f32 ? ((float *)got)[j] : sala_load(((sala_act *)got)[j]);
+            float want = f32 ? cpu.y_f32[j] : sala_load(cpu.y[i][j]);
+            float slack = gemm_slack(x + j / n[i] * k, &cpu.w[i], j % n[i]);
+            wrong += !(fabsf(is - want) <= slack + (f32 ? 0 : gemm_ulp(want)));
+        }
+        CHECK(wrong == 0, "%d rows, k %d, weight %d of %d rows: %d values", rows, k, i, n[i],
+              wrong);
+        gemm_free(cpu.w[i].data), free(cpu.y[i]), free(got);
+    }
+    free(x), free(cpu.y_f32);
+}
+
+static void test_gemm(void) {
+    static const int one[] = {64}, several[] = {64, 128, 40, 8}, logits[] = {77}, wide[] = {300};
+    gemm_begin();
+    for (int rows = 1; rows <= 17; rows++) test_gemm_case(rows, 64, 1, one, 0);
+    test_gemm_case(1, 512, 4, several, 0);
+    test_gemm_case(9, 128, 4, several, 0);
+    test_gemm_case(48, 192, 2, several, 0);
+    test_gemm_case(49, 64, 1, logits, 1);
+    test_gemm_case(64, 64, 3, several, 0);
+    test_gemm_case(65, 128, 1, one, 0);
+    test_gemm_case(130, 64, 2, several, 0);
+    test_gemm_case(3, 576, 1, logits, 1);
+    test_gemm_case(2, 1024, 1, wide, 1);
+    test_gemm_case(1, 1600, 1, one, 1);
+    gemm_end();
+}
+
+// ---- gate and up ----
+
+static void test_gemm_swiglu_case(int rows, int k, int n) {
+    size_t bytes = (size_t)rows * (size_t)n * 2;
+    sala_act *x = gemm_random((size_t)rows * (size_t)k, 1), *got = (sala_act *)malloc(bytes);
+    float scale = 2 / sqrtf((float)k);
+    sala_gemm_swiglu_args cpu = {rows,
+                                 x,
+                                 gemm_weight(n, k, scale),
+                                 gemm_weight(n, k, scale),
+                                 (sala_act *)gemm_space(bytes),
+                                 (sala_act *)gemm_space(bytes)};
+    sala_gemm_swiglu_args a = cpu;
+    a.x = (const sala_act *)on_device(x, (size_t)rows * (size_t)k * 2);
+    a.gate = gemm_pack(&cpu.gate, &cpu.up);
+    a.y = (sala_act *)on_device(NULL, bytes);
+    sala__launch_gemm_swiglu(gpu, &a);
+    sala__op_gemm_swiglu(&gemm_cpu, &cpu);
+    device_sync();
+    from_device(got, a.y, bytes);
+    int wrong = 0;
+    for (int i = 0; i < rows * n; i++) { // gate and up are rounded, and the products of them
+        float want = sala_load(cpu.y[i]), is = sala_load(got[i]);
+        wrong += !(fabsf(is - want) <= 4 * gemm_ulp(want) + 0x1p-12f);
+    }
+    CHECK(wrong == 0, "%d rows, k %d, %d columns: %d values", rows, k, n, wrong);
+    gemm_free(cpu.gate.data), gemm_free(cpu.up.data);
+    free(x), free(got), free(cpu.y), free(cpu.scratch);
+}
+
+static void test_gemm_swiglu(void) {
+    gemm_begin();
+    test_gemm_swiglu_case(1, 128, 64);
+    test_gemm_swiglu_case(7, 64, 192);
+    test_gemm_swiglu_case(33, 576, 64);
+    test_gemm_swiglu_case(66, 64, 128);
+    gemm_end();
+}
+
+// ---- a product and its norm ----
+
+typedef struct gemm_norm_case {
+    int rows, k, width;
+    sala_gemm_norm_args cpu, a;
+    sala_act *x, *y; // of the device
+} gemm_norm_case;
+
+static gemm_norm_case gemm_norm_open(int rows, int k, int width) {
+    gemm_norm_case c = {rows, k, width, {0}, {0}, NULL, NULL};
+    size_t count = (size_t)rows * (size_t)width, splits = (size_t)sala_gemm_splits(width, k);
+    const int32_t zero[2] = {0, 0};
+    c.cpu.input = gemm_random((size_t)rows * (size_t)k, 1);
+    c.cpu.w = gemm_weight(width, k, 2 / sqrtf((float)k));
+    sala_norm_args norm = {rows,
+                           width,
+                           1e-6f,
+                           0.25f,
+                           (sala_act *)gemm_space(count * 2),
+                           gemm_weight(width, 1, 1.5f),
+                           gemm_random(count, 3),
+                           (sala_act *)gemm_space(count * 2),
+                           1};
+    c.cpu.norm = norm;
+    c.a = c.cpu;
+    c.a.input = (const sala_act *)on_device(c.cpu.input, (size_t)rows * (size_t)k * 2);
+    c.a.w = gemm_pack(&c.cpu.w, NULL);
+    c.a.norm.branch = NULL;
+    c.a.norm.weight.data = on_device(norm.weight.data, (size_t)width * 2);
+    c.a.norm.x = (sala_act *)on_device(norm.x, count * 2);
+    c.a.norm.y = (sala_act *)on_device(NULL, count * 2);
+    c.a.partial = (float *)on_device(NULL, splits * count * 4);
+    c.a.arrivals = (int32_t *)on_device(zero, sizeof zero);
+    c.x = (sala_act *)malloc(count * 2);
+    c.y = (sala_act *)malloc(count * 2);
+    return c;
+}
+
+static void gemm_norm_run(gemm_norm_case *c) {
+    size_t bytes = (size_t)c->rows * (size_t)c->width * 2;
+    int32_t arrivals[2];
+    sala__launch_gemm_norm(gpu, &c->a);
+    device_sync();
+    from_device(c->x, c->a.norm.x, bytes);
+    from_device(c->y, c->a.norm.y, bytes);
+    from_device(arrivals, c->a.arrivals, sizeof arrivals);
+    CHECK(arrivals[0] == 0 && arrivals[1] == 0, "%d and %d arrivals are left", (int)arrivals[0],
+          (int)arrivals[1]);
+}
+
+static void gemm_norm_close(gemm_norm_case *c) {
+    gemm_free(c->cpu.input), gemm_free(c->cpu.w.data), gemm_free(c->cpu.norm.branch);
+    gemm_free(c->cpu.norm.weight.data), free(c->cpu.norm.x), free(c->cpu.norm.y);
+    free(c->x), free(c->y);
+}
+
+static void test_gemm_norm_case(int rows, int k, int width, int launches) {
+    gemm_norm_case c = gemm_norm_open(rows, k, width);
+    for (int i = 0; i < launches; i++) { // x goes on from what the launch before left
+        gemm_norm_run(&c);
+        sala__op_gemm_norm(&gemm_cpu, &c.cpu);
+        gemm_check_norm(&c.cpu.norm, c.x, c.y, c.cpu.norm.x, "gemm_norm");
+        memcpy(c.cpu.norm.x, c.x, (size_t)rows * (size_t)width * 2);
+    }
+    gemm_norm_close(&c);
+}
+
+static void test_gemm_norm(void) {
+    gemm_begin();
+    test_gemm_norm_case(1, 64, 64, 3);
+    test_gemm_norm_case(1, 1024, 1088, 2);
+    test_gemm_norm_case(5, 2048, 128, 3);
+    test_gemm_norm_case(16, 128, 192, 2);
+    test_gemm_norm_case(49, 1024, 64, 2);
+    test_gemm_norm_case(66, 64, 320, 2);
+    gemm_end();
+}
+
+// ---- promise 1: the same bits whatever runs beside a row ----
+
+// Rows `from` .. of a product among `rows` rows against the same rows alone; all three kernels.
+static void test_gemm_alone_case(int rows, int from, int count, int k, int n) {
+    size_t in = (size_t)k * 2, out = (size_t)n * 2, f32 = (size_t)n * 4;
+    sala_act *x = gemm_random((size_t)rows * (size_t)k, 1);
+    sala_weight w = gemm_weight(n, k, 1), up = gemm_weight(n, k, 1);
+    sala_weight packed = gemm_pack(&w, NULL), pair = gemm_pack(&w, &up);
+    char *all = (char *)malloc((size_t)rows * f32), *alone = (char *)malloc((size_t)count * f32);
+    for (int part = 0; part < 2; part++) { // logits, gate and up
+        for (int few = 0; few < 2; few++) {
+            int now = few ? count : rows;
+            void *y = on_device(NULL, (size_t)now * f32);
+            const sala_act *from_x = x + (few ? (size_t)from * (size_t)k : 0);
+            const sala_act *on_gpu = (const sala_act *)on_device(from_x, (size_t)now * in);
+            sala_gemm_args a = {now, 1, on_gpu, {packed}, {NULL}, (float *)y};
+            sala_gemm_swiglu_args g = {now, on_gpu, pair, pair, (sala_act *)y, NULL};
+            if (part == 0) sala__launch_gemm(gpu, &a);
+            if (part == 1) sala__launch_gemm_swiglu(gpu, &g);
+            device_sync();
+            from_device(few ? alone : all, y, (size_t)now * (part ? out : f32));
+        }
+        size_t row = part ? out : f32;
+        CHECK(memcmp(all + (size_t)from * row, alone, (size_t)count * row) == 0,
+              "%s: %d rows from %d of %d", part ? "gate and up" : "gemm", count, from, rows);
+    }
+    gemm_free(w.data), gemm_free(up.data), free(x), free(all), free(alone);
+}
+
+static void test_gemm_norm_alone_case(int rows, int from, int k, int width) {
+    gemm_norm_case c = gemm_norm_open(rows, k, width), one = c;
+    size_t row = (size_t)width * 2;
+    one.rows = one.a.norm.rows = 1;
+    one.a.input = (const sala_act *)on_device(c.cpu.input + from * k, (size_t)k * 2);
+    one.a.norm.x = (sala_act *)on_device(c.cpu.norm.x + from * width, row);
+    one.x = (sala_act *)malloc(row), one.y = (sala_act *)malloc(row);
+    gemm_norm_run(&c);
+    gemm_norm_run(&one);
+    CHECK(memcmp(c.x + from * width, one.x, row) == 0, "x, row %d of %d", from, rows);
+    CHECK(memcmp(c.y + from * width, one.y, row) == 0, "y, row %d of %d", from, rows);
+    free(one.x), free(one.y);
+    gemm_norm_close(&c);
+}
+
+static void test_gemm_alone(void) {
+    gemm_begin();
+    test_gemm_alone_case(2, 1, 1, 576, 64);
+    test_gemm_alone_case(17, 16, 1, 128, 64);
+    test_gemm_alone_case(40, 3, 9, 192, 128);
+    test_gemm_alone_case(70, 60, 10, 64, 64);
+    test_gemm_norm_alone_case(5, 4, 2048, 64);
+    test_gemm_norm_alone_case(67, 65, 64, 192);
+    gemm_end();
+}
+
+// NaN, infinity and padding in one row stay there.
+static void test_gemm_nan(void) {
+    enum { ROWS = 12, K = 128, N = 64 };
+    gemm_begin();
+    sala_act *x = gemm_random(ROWS * K, 1);
+    sala_weight w = gemm_weight(N, K, 1), packed = gemm_pack(&w, NULL);
+    float clean[ROWS * N], got[ROWS * N];
+    for (int spoilt = 0; spoilt < 2; spoilt++) {
+        if (spoilt) x[3 * K + 5] = 0x7FC0, memset(x + 9 * K, 0xFF, K * 2), x[10 * K] = 0x7F80;
+        void *y = on_device(NULL, sizeof got);
+        sala_gemm_args a = {ROWS,     1,      (const sala_act *)on_device(x, ROWS * K * 2),
+                            {packed}, {NULL}, (float *)y};
+        sala__launch_gemm(gpu, &a);
+        device_sync();
+        from_device(spoilt ? got : clean, y, sizeof got);
+    }
+    for (int r = 0; r < ROWS; r++) {
+        int same = memcmp(got + r * N, clean + r * N, N * sizeof(float)) == 0;
+        CHECK(same == (r != 3 && r != 9 && r != 10), "row %d", r);
+    }
+    gemm_free(w.data), free(x);
+    gemm_end();
+}

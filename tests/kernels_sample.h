@@ -1,0 +1,380 @@
+/*  kernels_sample.h - tests of the kernels sample, pack and fill. Included by test_kernels.c after device.h.
+    All of them promise bits: tokens are compared with sala__sample, weights with memcmp. */
+
+enum { SAMPLE_ROWS = 12, SAMPLE_BUCKET = 16, SAMPLE_SLOTS = 18, SAMPLE_SHAPES = 14 };
+
+// Dimensions that a device accepts; these kernels take their sizes from their arguments.
+static sala_dims sample_dims(void) {
+    sala_dims m = {64, 64, 64, 2,     2,        1,     128,  0,    1,       64,
+                   32, 16, 1,  4,     8,        512,   2,    2,    128,     1,
+                   1,  1,  1,  1e-6f, 10000.0f, 12.0f, 0.5f, 1.0f, 0.0884f, 0.0884f};
+    return m;
+}
+
+static void *sample_memory(size_t count, size_t size) {
+    void *p = calloc(count ? count : 1, size);
+    if (!p) exit(2);
+    return p;
+}
+
+static int sample_below(int n) {
+    return (int)(check_random() % (uint64_t)n);
+}
+
+static float sample_normal(void) { // nearly: the sum of 12 uniform numbers
+    float sum = 0;
+    for (int i = 0; i < 12; i++) sum += check_uniform();
+    return sum * 0.5f;
+}
+
+// ---- sample ----
+
+static float sample_logit(int32_t i, int32_t n, int shape) {
+    static const float specials[] = {0.0f, -0.0f, 0.0f, -0.0f, 1e-40f, -1e-40f};
+    switch (shape) {
+    case 0: return sample_normal();
+    case 1: return 8 * sample_normal();
+    case 2: return (float)sample_below(4);                            // ties everywhere
+    case 3: return 1.5f;                                              // uniform
+    case 4: return -INFINITY;                                         // one is set later
+    case 5: return 3e38f * check_uniform();                           // huge
+    case 6: return sample_below(3) ? -INFINITY : sample_normal();     // many forbidden
+    case 7: return (float)i * (30.0f / (float)n);                     // ascending
+    case 8: return -(float)i * (30.0f / (float)n);                    // descending
+    case 9: return sala_bf16_f32(sala_f32_bf16(4 * sample_normal())); // ties are common
+    case 10: return specials[sample_below(6)];                        // zeros of both signs
+    case 11: return 20 + 0x1p-17f * sample_normal(); // a few units of the last place
+    case 12: return sample_below(50) ? -25 + sample_normal() : 5 * sample_normal(); // a far floor
+    default: return sample_below(2) ? 1 : 1 - 9.99f;                                // two levels
+    }
+}
+
+// Logits of one row, and at times something unusable or forbidden in them.
+static void sample_fill(float *x, int32_t n, int shape) {
+    const float bad[] = {NAN, -NAN, INFINITY, sala_bits_f32(0x7F800001u), -INFINITY, -INFINITY};
+    for (int32_t i = 0; i < n; i++) x[i] = sample_logit(i, n, shape);
+    if (shape == 4 || shape == 6) x[sample_below(n)] = 3;
+    if (sample_below(12) == 0) x[sample_below(n)] = bad[sample_below(6)];
+}
+
+// Any combination of settings. `s` gets what the device's row has; its tables are filled apart.
+static sala_sampling sample_settings(sala__sampler *s, int32_t vocab) {
+    static const float temperatures[] = {0, 1e-3f, 0.1f, 0.7f, 1, 1, 1.5f, 100};
+    static const float shares[] = {1, 1, 0.999f, 0.95f, 0.5f, 0.01f, 1e-9f};
+    static const float floors[] = {1e-5f, 0.05f, 0.5f, 1};
+    const int32_t heads[] = {0, 0, 1, 2, 5, 40, vocab, vocab + 7};
+    sala_sampling d;
+    memset(s, 0, sizeof *s);
+    memset(&d, 0, sizeof d);
+    d.temperature = temperatures[sample_below(8)];
+    d.top_k = heads[sample_below(8)];
+    d.top_p = shares[sample_below(7)];
+    d.min_p_log = sample_below(3) ? -INFINITY : logf(floors[sample_below(4)]);
+    d.repetition = sample_below(2) ? 1 : sample_below(2) ? 1.3f : 0.6f;
+    d.presence = sample_below(2) ? 0 : 2 * check_uniform();
+    d.frequency = sample_below(2) ? 0 : 2 * check_uniform();
+    d.penalties = sample_below(2);
+    d.biased = sample_below(3) == 0;
+    d.seed = check_random() >> sample_below(64);
+    d.position = check_random() >> (1 + sample_below(63));
+    s->vocab = vocab;
+    s->temperature = d.temperature;
+    s->top_k = d.top_k;
+    s->top_p = d.top_p;
+    s->min_p_log = d.min_p_log;
+    s->repetition = d.repetition;
+    s->presence = d.presence;
+    s->frequency = d.frequency;
+    s->seed = d.seed;
+    return d;
+}
+
+typedef struct sample_pass { // one launch, on the host
+    int32_t vocab;
+    float *logits, *biases; // [SAMPLE_ROWS, vocab], [SAMPLE_SLOTS, vocab]
+    int32_t *counts;        // [SAMPLE_SLOTS, vocab]
+    void *scratch;
+    sala__sampler sampler[SAMPLE_ROWS];
+    sala_sampling sampling[SAMPLE_ROWS];
+    int32_t token[SAMPLE_ROWS], position[SAMPLE_ROWS], of[SAMPLE_ROWS];
+    int32_t path[SAMPLE_ROWS * SALA_MAX_PATH];
+    sala_seq seq;
+} sample_pass;
+
+static sample_pass *sample_pass_make(int32_t vocab) {
+    sample_pass *p = (sample_pass *)sample_memory(1, sizeof *p);
+    size_t n = (size_t)vocab;
+    p->vocab = vocab;
+    p->logits = (float *)sample_memory(SAMPLE_ROWS * n, 4);
+    p->biases = (float *)sample_memory(SAMPLE_SLOTS * n, 4);
+    p->counts = (int32_t *)sample_memory(SAMPLE_SLOTS * n, 4);
+    p->scratch = sample_memory(sala__sampler_scratch(vocab), 1);
+    return p;
+}
+
+static void sample_pass_free(sample_pass *p) {
+    free(p->logits);
+    free(p->biases);
+    free(p->counts);
+    free(p->scratch);
+    free(p);
+}
+
+// New logits, settings and tables. The rows are the nodes of one tree: a random parent each.
+static void sample_pass_fill(sample_pass *p) {
+    size_t n = (size_t)p->vocab;
+    p->seq.stored = 1000;
+    for (int r = 0; r < SAMPLE_ROWS; r++) {
+        sample_fill(p->logits + (size_t)r * n, p->vocab, sample_below(SAMPLE_SHAPES));
+        sala_sampling *d = &p->sampling[r];
+        *d = sample_settings(&p->sampler[r], p->vocab);
+        d->slot = (5 * r + 2) % SAMPLE_SLOTS;
+        float *bias = p->biases + (size_t)d->slot * n;
+        int32_t *count = p->counts + (size_t)d->slot * n, mostly = sample_below(4);
+        for (size_t t = 0; t < n; t++) {
+            bias[t] = sample_below(8) ? INFINITY : 5 * check_uniform();
+            if (sample_below(64) == 0) bias[t] = -INFINITY;
+            count[t] = sample_below(4) < mostly ? sample_below(9) : 0;
+        }
+        p->sampler[r].biases = d->biased ? bias : NULL;
+        p->sampler[r].counts = d->penalties ? count : NULL;
+        p->token[r] = sample_below(2) ? sample_below(p->vocab) : 0; // repeats are common
+        int32_t *path = p->path + r * SALA_MAX_PATH, parent = r ? sample_below(r) : 0;
+        int32_t depth = r ? p->position[parent] - p->seq.stored + 1 : 0;
+        memcpy(path, p->path + parent * SALA_MAX_PATH, (size_t)depth * 4);
+        path[depth] = r;
+        p->position[r] = p->seq.stored + depth;
+    }
+}
+
+static void sample_pass_check(const sample_pass *p, int verify, const int32_t *got) {
+    for (int r = 0; r < SAMPLE_ROWS; r++) {
+        const sala_sampling *d = &p->sampling[r];
+        int32_t above[SALA_MAX_PATH], depth = verify ? p->position[r] - p->seq.stored : 0;
+        for (int i = 0; i < depth; i++) above[i] = p->token[p->path[r * SALA_MAX_PATH + 1 + i]];
+        int32_t want =
+            sala__sample(&p->sampler[r], p->logits + (size_t)r * (size_t)p->vocab,
+                         (int64_t)d->position, above, depth, p->scratch, NULL, NULL, NULL);
+        CHECK(
+            got[r] == want,
+            "vocabulary %d, row %d: %d, not %d (temperature %g, top-k %d, top-p %g, min-p log %g, "
+            "penalties %d, biases %d, path %d)",
+            (int)p->vocab, r, (int)got[r], (int)want, (double)d->temperature, (int)d->top_k,
+            (double)d->top_p, (double)d->min_p_log, (int)d->penalties, (int)d->biased, (int)depth);
+    }
+    for (int r = SAMPLE_ROWS; r < SAMPLE_BUCKET; r++)
+        CHECK(got[r] == -1, "a row of padding was written: %d", (int)got[r]);
+}
+
+static void sample_passes(int32_t vocab, int passes) {
+    sala_dims m = sample_dims();
+    size_t n = (size_t)vocab;
+    device_open(&m);
+    sample_pass *p = sample_pass_make(vocab);
+    void *logits = on_device(NULL, SAMPLE_ROWS * n * 4),
+         *list = on_device(NULL, SAMPLE_ROWS * n * 4);
+    void *biases = on_device(NULL, SAMPLE_SLOTS * n * 4);
+    void *counts = on_device(NULL, SAMPLE_SLOTS * n * 4);
+    for (int i = 0; i < passes; i++) {
+        int32_t got[SAMPLE_BUCKET];
+        sample_pass_fill(p);
+        sala_rows rows = {SAMPLE_ROWS, 1, i & 1, NULL, NULL, NULL, NULL, NULL};
+        rows.seqs = (const sala_seq *)on_device(&p->seq, sizeof p->seq);
+        rows.token = (const int32_t *)on_device(p->token, sizeof p->token);
+        rows.position = (const int32_t *)on_device(p->position, sizeof p->position);
+        rows.seq = (const int32_t *)on_device(p->of, sizeof p->of);
+        rows.path = (const int32_t *)on_device(p->path, sizeof p->path);
+        to_device(logits, p->logits, SAMPLE_ROWS * n * 4);
+        to_device(biases, p->biases, SAMPLE_SLOTS * n * 4);
+        to_device(counts, p->counts, SAMPLE_SLOTS * n * 4);
+        sala_sample_args a;
+        memset(&a, 0, sizeof a);
+        a.rows = (const sala_rows *)on_device(&rows, sizeof rows);
+        a.vocab = vocab;
+        a.logits = (const float *)logits;
+        a.sampling = (const sala_sampling *)on_device(p->sampling, sizeof p->sampling);
+        a.counts = (const int32_t *)counts;
+        a.biases = (const float *)biases;
+        a.weight = (int32_t *)list;
+        a.token = (int32_t *)on_device(NULL, sizeof got);
+        gpu->rows = SAMPLE_BUCKET;
+        gpu->seqs = 1;
+        sala__launch_sample(gpu, &a);
+        device_sync();
+        from_device(got, a.token, sizeof got);
+        sample_pass_check(p, i & 1, got);
+    }
+    sample_pass_free(p);
+    device_close();
+}
+
+static void sample_small_vocabularies(void) {
+    sample_passes(1, 12);
+    sample_passes(2, 24);
+    sample_passes(7, 48);
+    sample_passes(97, 48);
+}
+static void sample_1023(void) {
+    sample_passes(1023, 48);
+}
+static void sample_2048(void) {
+    sample_passes(2048, 48);
+}
+static void sample_5000(void) {
+    sample_passes(5000, 24);
+}
+static void sample_73448(void) {
+    sample_passes(73448, 1);
+}
+
+// ---- pack, fill ----
+
+static int64_t sample_padded_rows(int32_t n, int pair) { // of a packed matrix
+    int64_t rows = pair > 0 ? 2 * (int64_t)n : n;
+    return (rows + SALA_GEMM_ROWS - 1) / SALA_GEMM_ROWS * SALA_GEMM_ROWS;
+}
+
+// Where element (row, column) belongs. pair: as in sala_pack_args.
+static int64_t sample_place(int32_t row, int32_t column, int32_t k, int pair) {
+    if (pair < 0) return (int64_t)row * k + column;
+    return sala_packed(pair ? sala_packed_pair(row, pair == 2) : row, column, k);
+}
+
+// What a call leaves in memory that was all ones: the matrix, zeros in its padding, ones elsewhere.
+static uint16_t *sample_expected(const uint16_t *matrix, int32_t n, int32_t k, int pair,
+                                 size_t *count) {
+    int64_t rows = pair < 0 ? n : sample_padded_rows(n, pair);
+    *count = (size_t)(rows * k) + 64;
+    uint16_t *want = (uint16_t *)sample_memory(*count, 2);
+    memset(want, 0xFF, *count * 2);
+    int32_t mine = (int32_t)(pair > 0 ? rows / 2 : rows);
+    for (int32_t row = 0; row < mine; row++)
+        for (int32_t column = 0; column < k; column++)
+            want[sample_place(row, column, k, pair)] =
+                row < n ? matrix[(int64_t)row * k + column] : 0;
+    return want;
+}
+
+static void sample_check_memory(const void *device, const uint16_t *want, size_t count,
+                                const char *what, int n, int k, int pair) {
+    uint16_t *got = (uint16_t *)sample_memory(count, 2);
+    from_device(got, device, count * 2);
+    size_t at = 0;
+    while (at < count && got[at] == want[at]) at++;
+    CHECK(at == count, "%s [%d, %d], pair %d: %04x, not %04x at %d", what, n, k, pair,
+          at < count ? got[at] : 0, at < count ? want[at] : 0, (int)at);
+    free(got);
+}
+
+static float sample_element(const void *from, int64_t i, int32_t format) {
+    if (format == SALA_F32) return ((const float *)from)[i];
+    uint16_t bits = ((const uint16_t *)from)[i];
+    return format == SALA_F16 ? sala_f16_f32(bits) : sala_bf16_f32(bits);
+}
+
+// Pack random bits (NaN and infinity among them), in slabs of at most `most` rows.
+static void sample_pack_one(int32_t n, int32_t k, int pair, int32_t format, int32_t most) {
+    size_t size = format == SALA_F32 ? 4 : 2, total = (size_t)n * (size_t)k, count;
+    char *from = (char *)sample_memory(total, size);
+    for (size_t i = 0; i < total * size; i++) from[i] = (char)check_random();
+    uint16_t *matrix = (uint16_t *)sample_memory(total, 2);
+    for (size_t i = 0; i < total; i++)
+        matrix[i] = format == SALA_BF16
+                        ? ((const uint16_t *)(const void *)from)[i] // NaN stays as it is
+                        : sala_f32_bf16(sample_element(from, (int64_t)i, format));
+    uint16_t *want = sample_expected(matrix, n, k, pair, &count), *to;
+    to = (uint16_t *)on_device(NULL, count * 2);
+    for (int32_t first = 0, rows; first < n; first += rows) {
+        rows = 1 + sample_below(most);
+        if (rows > n - first) rows = n - first;
+        size_t row = (size_t)k * size;
+        sala_pack_args a = {NULL, to, format, first, rows, n, k, pair};
+        a.from = on_device(from + (size_t)first * row, (size_t)rows * row);
+        sala__launch_pack(gpu, &a);
+    }
+    device_sync();
+    sample_check_memory(to, want, count, "pack", (int)n, (int)k, pair);
+    free(from);
+    free(matrix);
+    free(want);
+}
+
+static void sample_pack(void) {
+    static const int32_t shapes[][2] = {{1, 64}, {15, 64}, {64, 128}, {65, 64}, {130, 192}};
+    sala_dims m = sample_dims();
+    device_open(&m);
+    for (int i = 0; i < 5; i++)
+        for (int pair = -1; pair <= 2; pair++)
+            for (int format = SALA_BF16; format <= SALA_F32; format++) {
+                sample_pack_one(shapes[i][0], shapes[i][1], pair, format, 1000);
+                sample_pack_one(shapes[i][0], shapes[i][1], pair, format, 40);
+            }
+    for (int format = SALA_BF16; format <= SALA_F32; format++) { // vectors and odd rows
+        sample_pack_one(100, 1, -1, format, 1000);
+        sample_pack_one(77, 1, -1, format, 10);
+        sample_pack_one(9, 13, -1, format, 4);
+    }
+    device_close();
+}
+
+// Both halves of a pair in the same memory leave nothing of what was there.
+static void sample_pack_both_halves(void) {
+    const int32_t n = 96, k = 128;
+    sala_dims m = sample_dims();
+    size_t total = (size_t)(n * k), count;
+    device_open(&m);
+    uint16_t *matrix[2], *want[2], *to;
+    for (int i = 0; i < 2; i++) {
+        matrix[i] = (uint16_t *)sample_memory(total, 2);
+        for (size_t e = 0; e < total; e++) matrix[i][e] = (uint16_t)(check_random() & 0x7FFF);
+        want[i] = sample_expected(matrix[i], n, k, 1 + i, &count);
+    }
+    to = (uint16_t *)on_device(NULL, count * 2);
+    for (int i = 0; i < 2; i++) {
+        sala_pack_args a = {NULL, to, SALA_BF16, 0, n, n, k, 1 + i};
+        a.from = on_device(matrix[i], total * 2);
+        sala__launch_pack(gpu, &a);
+    }
+    device_sync();
+    for (size_t e = 0; e < count; e++) want[0][e] &= want[1][e]; // each has ones where it is silent
+    sample_check_memory(to, want[0], count, "both halves", (int)n, (int)k, 1);
+    for (int i = 0; i < 2; i++) {
+        free(matrix[i]);
+        free(want[i]);
+    }
+    device_close();
+}
+
+static void sample_fill_one(int32_t n, int32_t k, int layout) {
+    size_t total = (size_t)n * (size_t)k, count;
+    uint16_t *matrix = (uint16_t *)sample_memory(total, 2);
+    sala_fill_args a = {NULL, check_random(), check_uniform(), sample_below(2) ? 1.0f : 0.0f, n,
+                        k,    layout};
+    sala__synthetic_fill(matrix, 0, total, a.seed, a.scale, a.offset);
+    uint16_t *want = sample_expected(matrix, n, k, layout - 1, &count);
+    a.to = (uint16_t *)on_device(NULL, count * 2);
+    sala__launch_fill(gpu, &a);
+    device_sync();
+    sample_check_memory(a.to, want, count, "fill", (int)n, (int)k, layout - 1);
+    free(matrix);
+    free(want);
+}
+
+static void sample_fill_weights(void) {
+    static const int32_t shapes[][2] = {{1, 64}, {17, 64}, {64, 128}, {65, 192}, {300, 64}};
+    sala_dims m = sample_dims();
+    device_open(&m);
+    for (int i = 0; i < 5; i++)
+        for (int layout = 0; layout <= 3; layout++)
+            sample_fill_one(shapes[i][0], shapes[i][1], layout);
+    sample_fill_one(4096, 1, 0);
+    sample_fill_one(1, 1, 0);
+    sample_fill_one(77, 1, 0);
+    sample_fill_one(5, 13, 0);
+    device_close();
+}
+
+#define SAMPLE_TESTS                                                                               \
+    TEST(sample_small_vocabularies), TEST(sample_1023), TEST(sample_2048), TEST(sample_5000),      \
+        TEST(sample_73448), TEST(sample_pack), TEST(sample_pack_both_halves),                      \
+        TEST(sample_fill_weights)

@@ -1,0 +1,402 @@
+// The whole engine on a CUDA device: the simulator (default) or a GPU (SALA_TEST_GPU=N). The promises are compared
+// in bits; the CPU is the judge of the numbers.
+#define SALA_IMPLEMENTATION
+#include "../sala.h"
+
+#include "check.h"
+#include "device.h"
+#include "model.h"
+
+#define GEOM "tests/data/vectors/geom/config.json"
+
+static int quick = 1; // the simulator is slow: fewer tokens
+
+static const char *cuda_name(void) {
+    static char name[32];
+    const char *ordinal = getenv("SALA_TEST_GPU");
+    quick = ordinal == NULL;
+    snprintf(name, sizeof name, "cuda:%s", ordinal ? ordinal : "0");
+    return name;
+}
+
+static sala_options cuda_options(int sequences, int logits_rows) {
+    sala_options o = small_options(256, logits_rows);
+    o.device = cuda_name();
+    o.max_sequences = sequences;
+    return o;
+}
+
+// A prompt that is long enough for block selection in sala-tiny (dense below 512, 8 blocks of 64).
+static int long_prompt(int32_t *tokens) {
+    int n = quick ? 620 : 900;
+    check_seed = 11;
+    random_tokens(tokens, n, 2000);
+    return n;
+}
+
+// ---- numbers: against the CPU ----
+
+// The same tokens are forced on both devices; rows are compared where both have them.
+static void against_cpu(const char *path, int synthetic, const int32_t *tokens, int prompt,
+                        int forced, double most, int most_other, const char *what) {
+    sala_options o = cuda_options(1, prompt + forced);
+    o.synthetic = synthetic;
+    o.synthetic_seed = 1;
+    session g = session_open(path, &o);
+    o.device = "cpu";
+    session c = session_open(path, &o);
+    sala_request r = request_of(tokens, prompt, forced);
+    request_force(&r, tokens + prompt, forced);
+    r.want_rows = SALA_ROWS_ALL;
+    outcome *a = session_do(&g, &r), *b = session_do(&c, &r);
+    size_t vocab = (size_t)g.info.vocab;
+    double sum = 0, worst = 0;
+    int n = 0, other = 0;
+    for (int p = 0; p < prompt + forced - 1; p++) {
+        CHECK(a->seen[p] && b->seen[p], "%s: position %d is missing", what, p);
+        const float *x = a->logits + (size_t)p * vocab, *y = b->logits + (size_t)p * vocab;
+        double d = relative(x, y, vocab);
+        sum += d;
+        if (d > worst) worst = d;
+        n++;
+        int32_t best = sala__sampler_argmax(y, (int32_t)vocab);
+        float second = -INFINITY;
+        for (int32_t t = 0; t < (int32_t)vocab; t++)
+            if (t != best && y[t] > second) second = y[t];
+        if (y[best] - second > 0.3f && sala__sampler_argmax(x, (int32_t)vocab) != best) other++;
+    }
+    printf("      %s: |GPU - CPU| / |CPU| of logits: mean %.4f, worst %.4f of %d rows\n", what,
+           sum / n, worst, n);
+    CHECK(sum / n < most, "%s: mean difference %.4f, allowed %.4f", what, sum / n, most);
+    CHECK(other <= most_other, "%s: %d rows with a clear best token choose another", what, other);
+    session_close(&g);
+    session_close(&c);
+}
+
+static void test_short_prompt(void) {
+    int32_t tokens[120];
+    check_seed = 3;
+    random_tokens(tokens, 120, 2000);
+    against_cpu(SALA_TINY, 0, tokens, 80, 20, 0.02, 0, "sala-tiny, 80 + 20 tokens");
+}
+
+static void test_long_prompt(void) {
+    int32_t tokens[1000];
+    int n = long_prompt(tokens);
+    // Random text has near-ties of block scores: where a device picks the other block, rows differ.
+    against_cpu(SALA_TINY, 0, tokens, n - 16, 16, 0.02, n / 100, "sala-tiny, with block selection");
+}
+
+static int json_list(const sala__json *j, int object, const char *key, int32_t *ids,
+                     double *numbers, int capacity) {
+    int node = sala__json_get(j, object, key), count = 0;
+    if (sala__json_at(j, node)->type != SALA__ARRAY) die("golden.json lacks", key);
+    for (int n = j->nodes[node].child; n >= 0 && count < capacity; n = j->nodes[n].next, count++) {
+        if (ids) ids[count] = (int32_t)j->nodes[n].integer;
+        if (numbers) numbers[count] = j->nodes[n].number;
+    }
+    return count;
+}
+
+// The prompts of sala-tiny's golden file with their continuations, forced: the best token of each
+// row is the file's wherever its margin is above 0.3.
+static void test_golden(void) {
+    static const sala__env none = {NULL, NULL, NULL, NULL};
+    enum { LONGEST = 3072, MORE = 64 };
+    sala__json j;
+    sala_error err;
+    if (sala__json_file(&none, SALA_TINY "/golden.json", 1 << 24, &j, &err) < 0)
+        die("golden.json", err.text);
+    sala_options o = cuda_options(1, 64);
+    o.context = 4096;
+    session t = session_open(SALA_TINY, &o);
+    int judged = 0, node = j.nodes[sala__json_get(&j, 0, "prompts")].child;
+    for (; node >= 0; node = j.nodes[node].next) {
+        int32_t prompt[LONGEST], want[MORE];
+        double margin[MORE];
+        int count = json_list(&j, node, "prompt_ids", prompt, NULL, LONGEST);
+        int more = json_list(&j, node, "continuation_ids", want, NULL, MORE);
+        json_list(&j, node, "margins", NULL, margin, MORE);
+        if (quick && count > 100) continue;
+        if (quick) more = 20;
+        sala_request r = request_of(prompt, count, more);
+        request_force(&r, want, more);
+        r.want_rows = SALA_ROWS_GENERATED;
+        outcome *out = session_do(&t, &r);
+        for (int i = 1; i < more; i++) { // the row of position count + i - 1 chooses token i
+            const float *x = out->logits + (size_t)(count + i - 1) * (size_t)t.info.vocab;
+            int32_t best = sala__sampler_argmax(x, t.info.vocab);
+            if (margin[i] <= 0.3) continue;
+            judged++;
+            CHECK(best == want[i], "a prompt of %d, token %d: %d instead of %d, margin %g", count,
+                  i, (int)best, (int)want[i], margin[i]);
+        }
+    }
+    CHECK(judged > 20, "%d clear tokens", judged);
+    printf("      %d clear tokens of golden prompts\n", judged);
+    session_close(&t);
+    sala__json_free(&j);
+}
+
+static void test_released_geometry(void) {
+    int32_t tokens[300];
+    check_seed = 5;
+    random_tokens(tokens, 300, 90);
+    int n = 300;
+    against_cpu(GEOM, 1, tokens, quick ? 120 : 280, 12, 0.05, n / 100,
+                "heads and blocks as released");
+}
+
+// ---- promises ----
+
+static sala_request member(int i, const int32_t *tokens) {
+    static const int lengths[] = {1, 17, 64, 90, 130};
+    sala_request r = request_of(tokens + 5 * i, lengths[i], 6);
+    if (i % 2) request_sampled(&r, 700 + (uint64_t)i);
+    if (i == 3) r.repetition_penalty = 1.2f;
+    r.want_rows = SALA_ROWS_GENERATED;
+    return r;
+}
+
+static void test_batch_invariance(void) {
+    int32_t tokens[300];
+    check_seed = 21;
+    random_tokens(tokens, 300, 2000);
+    sala_options o = cuda_options(1, 16);
+    session alone = session_open(SALA_TINY, &o);
+    for (int i = 0; i < 5; i++) {
+        sala_request r = member(i, tokens);
+        session_do(&alone, &r);
+    }
+    for (int sequences = 3; sequences <= 5; sequences += 2) {
+        o = cuda_options(sequences, 16);
+        session t = session_open(SALA_TINY, &o);
+        for (int i = 4; i >= 0; i--) {
+            sala_request r = member(i, tokens);
+            session_ask(&t, &r);
+        }
+        session_run(&t);
+        for (int i = 0; i < 5; i++) {
+            sala_request r = member(i, tokens);
+            outcome *b = &t.out[4 - i];
+            CHECK(same_choices(b, &alone.out[i]), "%d sequences, request %d: other tokens",
+                  sequences, i);
+            int64_t d = first_difference(&t, b, &alone.out[i], r.token_count, r.token_count + 5);
+            CHECK(d < 0, "%d sequences, request %d: position %lld differs", sequences, i,
+                  (long long)d);
+        }
+        session_close(&t);
+    }
+    session_close(&alone);
+}
+
+static void test_chunk_invariance_and_determinism(void) {
+    int32_t tokens[1000];
+    int n = long_prompt(tokens);
+    outcome *first = NULL;
+    session t[3];
+    for (int i = 0; i < 3; i++) {
+        sala_options o = cuda_options(2, 16);
+        o.chunk = i == 0 ? 64 : 512;
+        t[i] = session_open(SALA_TINY, &o);
+        sala_request r = request_of(tokens, n, 6);
+        request_sampled(&r, 9);
+        r.want_rows = SALA_ROWS_GENERATED;
+        outcome *out = session_do(&t[i], &r);
+        if (i == 0) first = out;
+        CHECK(same_choices(out, first), "run %d (chunk %d): other tokens", i, o.chunk);
+        CHECK(first_difference(&t[i], out, first, n, n + 5) < 0, "run %d (chunk %d): other bits", i,
+              o.chunk);
+    }
+    for (int i = 0; i < 3; i++) session_close(&t[i]);
+}
+
+// Hidden states are shown by a pass without a graph: the same bits as with one.
+static void test_graphs_change_nothing(void) {
+    int32_t tokens[100];
+    check_seed = 31;
+    random_tokens(tokens, 100, 2000);
+    sala_options o = cuda_options(2, 128);
+    session with = session_open(SALA_TINY, &o);
+    o.hidden_states = 1;
+    session without = session_open(SALA_TINY, &o);
+    sala_request r = request_of(tokens, 90, 5);
+    r.want_rows = SALA_ROWS_ALL;
+    outcome *a = session_do(&with, &r), *b = session_do(&without, &r);
+    CHECK(same_choices(a, b), "other tokens");
+    CHECK(first_difference(&with, a, b, 0, 94) < 0, "other logits");
+    CHECK(with.engine->gpu.graph_count > 0 && without.engine->gpu.graph_count == 0,
+          "%d and %d graphs", with.engine->gpu.graph_count, without.engine->gpu.graph_count);
+    session_close(&with);
+    session_close(&without);
+}
+
+static void test_continued_sequence(void) {
+    int32_t tokens[200];
+    check_seed = 41;
+    random_tokens(tokens, 200, 2000);
+    sala_options o = cuda_options(2, 16);
+    session t = session_open(SALA_TINY, &o);
+    sala_request r = request_of(tokens, 70, 5);
+    r.keep = 1;
+    outcome first = *session_do(&t, &r);
+    sala_request more = request_of(tokens + 70, 30, 5);
+    more.sequence = first.sequence;
+    more.want_rows = SALA_ROWS_GENERATED;
+    outcome *b = session_do(&t, &more);
+    int32_t replay[110];
+    memcpy(replay, tokens, 70 * 4);
+    memcpy(replay + 70, t.out[0].tokens, 5 * 4);
+    memcpy(replay + 75, tokens + 70, 30 * 4);
+    sala_request whole = request_of(replay, 105, 5);
+    whole.want_rows = SALA_ROWS_GENERATED;
+    outcome *c = session_do(&t, &whole);
+    b = &t.out[1];
+    CHECK(same_choices(b, c), "a continued chat differs from its replay");
+    CHECK(first_difference(&t, b, c, 105, 109) < 0, "in bits");
+    session_close(&t);
+}
+
+// The tokens that the device chose are those that the sampler of the host chooses from its logits.
+static void test_sampling(void) {
+    int32_t tokens[64];
+    check_seed = 51;
+    random_tokens(tokens, 64, 2000);
+    sala_options o = cuda_options(2, 16);
+    session t = session_open(SALA_TINY, &o);
+    sala__env env;
+    memset(&env, 0, sizeof env);
+    for (int i = 0; i < 8; i++) {
+        sala_bias bias[2] = {{(int32_t)(10 + i), 3.0f}, {(int32_t)(20 + i), -INFINITY}};
+        sala_request r = request_of(tokens, 20 + i, 8);
+        r.temperature = i & 1 ? 1.3f : 0;
+        r.top_k = i & 2 ? 40 : 0;
+        r.top_p = i & 4 ? 0.9f : 1;
+        r.min_p = i == 7 ? 0.05f : 0;
+        r.frequency_penalty = i >= 4 ? 0.5f : 0;
+        r.repetition_penalty = i == 6 ? 1.3f : 1;
+        r.biases = bias;
+        r.bias_count = i % 3 ? 2 : 0;
+        r.seed = 5 + (uint64_t)i;
+        r.want_rows = SALA_ROWS_GENERATED;
+        outcome *out = session_do(&t, &r);
+        sala__sampler s;
+        sala_error err;
+        if (sala__sampler_init(&env, &r, t.info.vocab, &s, &err) < 0) die("sampler", err.text);
+        void *scratch = need(malloc(sala__sampler_scratch(t.info.vocab)));
+        for (int j = 0; j < 20 + i; j++) sala__sampler_note(&s, tokens[j], 0);
+        sala__sampler_note(&s, out->tokens[0], 1);
+        for (int j = 1; j < out->count; j++) {
+            int64_t p = 20 + i + j;
+            int32_t token = sala__sample(&s, out->logits + (size_t)(p - 1) * (size_t)t.info.vocab,
+                                         p, NULL, 0, scratch, NULL, NULL, NULL);
+            CHECK(token == out->tokens[j], "request %d, token %d: the host chooses %d, not %d", i,
+                  j, (int)token, (int)out->tokens[j]);
+            sala__sampler_note(&s, out->tokens[j], 1);
+        }
+        free(scratch);
+        sala__sampler_free(&env, &s);
+    }
+    session_close(&t);
+}
+
+static void test_logprobs_and_force(void) {
+    int32_t tokens[64];
+    check_seed = 61;
+    random_tokens(tokens, 64, 2000);
+    sala_options o = cuda_options(2, 16);
+    session g = session_open(SALA_TINY, &o);
+    o.device = "cpu";
+    session c = session_open(SALA_TINY, &o);
+    sala_request r = request_of(tokens, 40, 8);
+    request_force(&r, tokens + 40, 8);
+    r.logprobs = 3;
+    outcome *a = session_do(&g, &r), *b = session_do(&c, &r);
+    CHECK(a->count == 8 && memcmp(a->tokens, tokens + 40, 32) == 0, "forced tokens");
+    for (int i = 0; i < 8; i++)
+        CHECK(fabsf(a->logprobs[i] - b->logprobs[i]) < 0.3f, "token %d: %g, on the CPU %g", i,
+              (double)a->logprobs[i], (double)b->logprobs[i]);
+    session_close(&g);
+    session_close(&c);
+}
+
+// ---- many sequences, several engines, what cannot be ----
+
+static void test_two_engines(void) {
+    int32_t tokens[64];
+    check_seed = 71;
+    random_tokens(tokens, 64, 2000);
+    sala_options o = cuda_options(2, 16);
+    session a = session_open(SALA_TINY, &o), b = session_open(SALA_TINY, &o);
+    sala_request r = request_of(tokens, 30, 6);
+    int x = session_ask(&a, &r), y = session_ask(&b, &r);
+    int busy = 1;
+    while (busy) {
+        busy = session_step(&a);
+        busy |= session_step(&b);
+    }
+    CHECK(same_choices(&a.out[x], &b.out[y]), "two engines differ");
+    session_close(&a);
+    sala_request again = request_of(tokens, 20, 4);
+    session_do(&b, &again);
+    session_close(&b);
+}
+
+static char last_log[600];
+static void note_log(void *user, int level, const char *line) {
+    (void)user;
+    (void)level;
+    snprintf(last_log, sizeof last_log, "%s", line);
+}
+
+static void refused(const char *path, const sala_options *o, const char *words) {
+    sala_error err;
+    sala *s = sala_open(path, o, &err);
+    CHECK(!s, "%s was opened", path);
+    CHECK(strstr(err.text, words) != NULL, "\"%s\" has no \"%s\"", err.text, words);
+    sala_close(s);
+}
+
+static void test_refusals(void) {
+    sala_options o = cuda_options(2, 16);
+    refused(TINY, &o, "the CUDA kernels need"); // head_dim
+    o.device = "cuda:999";
+    refused(SALA_TINY, &o, "999");
+    o.device = "gpu";
+    refused(SALA_TINY, &o, "cuda:N");
+    o.device = cuda_name();
+    o.memory_limit = 1 << 20;
+    refused(SALA_TINY, &o, "weights");
+    o.memory_limit = 0;
+    o.device = "auto"; // falls back, and says why
+    o.hooks.log = note_log;
+    last_log[0] = 0;
+    session t = session_open(TINY, &o);
+    CHECK(strncmp(t.info.device, "CPU", 3) == 0, "device %s", t.info.device);
+    CHECK(strstr(last_log, "no GPU used") != NULL, "log \"%s\"", last_log);
+    session_close(&t);
+    t = session_open(SALA_TINY, &o);
+    CHECK(strncmp(t.info.device, "cuda", 4) == 0, "device %s", t.info.device);
+    session_close(&t);
+}
+
+int main(int argc, char **argv) {
+    static const check_entry tests[] = {TEST(test_short_prompt),
+                                        TEST(test_long_prompt),
+                                        TEST(test_golden),
+                                        TEST(test_released_geometry),
+                                        TEST(test_batch_invariance),
+                                        TEST(test_chunk_invariance_and_determinism),
+                                        TEST(test_graphs_change_nothing),
+                                        TEST(test_continued_sequence),
+                                        TEST(test_sampling),
+                                        TEST(test_logprobs_and_force),
+                                        TEST(test_two_engines),
+                                        TEST(test_refusals)};
+    if (!device_exists()) {
+        printf("skipped: no simulator (build/libsala_sim.so) and no SALA_TEST_GPU\n");
+        printf("0 passed, 0 failed\n");
+        return 0;
+    }
+    return check_main(tests, (int)(sizeof tests / sizeof tests[0]), argc, argv);
+}

@@ -1,0 +1,120 @@
+/*  bench_gpu.c - what `sala bench` measures on a GPU beside tokens a second: the read bandwidth of the device, the
+    time of each kernel of a step, and contexts whose K/V cache is filled with random numbers instead of a prompt.
+    Included by bench.c. */
+
+// Every page holds random numbers, as if prompts had been read.
+static int bench_fill_cache(sala *s, sala_error *err) {
+    const sala__plan *p = &s->plan;
+    sala__gpu *g = &s->gpu;
+    size_t page = 2 * p->page_kv + p->page_tier1 + p->page_tier2;
+    int code = sala__cuda_enter(&g->cuda, err);
+    if (code < 0) return code;
+    for (int l = 0; l < s->sparse_layers; l++) {
+        sala_fill_args a = {s->pages[l].k,     77 + (uint64_t)l, 1.5f, 0,
+                            (int32_t)p->pages, (int32_t)page,    0};
+        sala__launch_fill(g, &a);
+    }
+    code = g->error.code ? sala__fail(err, g->error.code, "%s", g->error.text)
+                         : sala__cuda_wait(&g->cuda, err);
+    sala__cuda_leave(&g->cuda);
+    return code;
+}
+
+// The waiting requests begin behind `stored` tokens that nobody read.
+static int bench_skip_prompt(sala *s, int64_t stored, sala_error *err) {
+    int code = sala__cuda_enter(&s->gpu.cuda, err);
+    if (code < 0) return code;
+    code = sala__admit_waiting(s, err);
+    for (sala__request *r = s->requests; r && code == 0; r = r->next) {
+        if (r->state != SALA__PREFILL || r->prefilled) continue;
+        s->sequences[r->slot].stored = (int32_t)stored;
+        r->prefilled = stored;
+    }
+    sala__cuda_leave(&s->gpu.cuda);
+    return code;
+}
+
+// Seconds of one of `count` launches of a recorded pass, back to back.
+static double bench_graph_seconds(sala *s, sala__cu_exec exec, int count) {
+    sala__cuda *c = &s->gpu.cuda;
+    sala__cu_event begin = NULL, end = NULL;
+    float ms = 0;
+    c->api.cuEventCreate(&begin, 0);
+    c->api.cuEventCreate(&end, 0);
+    c->api.cuGraphLaunch(exec, c->stream);
+    c->api.cuEventRecord(begin, c->stream);
+    for (int i = 0; i < count; i++) c->api.cuGraphLaunch(exec, c->stream);
+    c->api.cuEventRecord(end, c->stream);
+    c->api.cuEventSynchronize(end);
+    c->api.cuEventElapsedTime(&ms, begin, end);
+    c->api.cuEventDestroy_v2(begin);
+    c->api.cuEventDestroy_v2(end);
+    return ms * 1e-3 / count;
+}
+
+// Bytes a second of a long read of random numbers, the best of five. 0: no memory for it.
+static double bench_gpu_read(sala *s) {
+    sala__gpu *g = &s->gpu;
+    sala__cu_memory buffer = 0;
+    size_t bytes = (size_t)8 << 30;
+    double best = 0;
+    if (sala__cuda_enter(&g->cuda, NULL) < 0) return 0;
+    while (bytes > (size_t)1 << 26 &&
+           sala__cuda_alloc(&g->cuda, bytes, "reading", &buffer, NULL) < 0)
+        bytes /= 2;
+    if (buffer) {
+        void *p = (void *)(uintptr_t)buffer;
+        sala_fill_args fill = {(uint16_t *)p, 1, 1, 0, (int32_t)(bytes >> 13), 4096, 0};
+        sala_read_args read = {p, (int64_t)bytes, (uint32_t *)(void *)s->arrivals};
+        sala__cu_exec exec = NULL;
+        sala__launch_fill(g, &fill);
+        sala__cuda_wait(&g->cuda, &g->error);
+        sala__cuda_capture_begin(&g->cuda, &g->error);
+        sala__launch(g, SALA__KERNEL_read, (unsigned)g->multiprocessors * 16, 1, 1, 0, &read,
+                     sizeof read);
+        sala__cuda_capture_end(&g->cuda, &exec, &g->error);
+        for (int i = 0; i < 5 && exec; i++)
+            best = fmax(best, (double)bytes / bench_graph_seconds(s, exec, 2));
+        sala__cuda_graph_free(&g->cuda, exec);
+        sala__cuda_release(&g->cuda, buffer, bytes);
+    }
+    sala__cuda_leave(&g->cuda);
+    return best;
+}
+
+// Where the time of the last step went: each kernel alone (all its launches of a step, back to back),
+// their sum, and the whole step as it runs, where kernels overlap.
+static void bench_kernels(sala *s, int rows, const char *title) {
+    sala__gpu *g = &s->gpu;
+    double sum = 0, whole = 0;
+    int launches = 0;
+    sala__pass p;
+    memset(&p, 0, sizeof p);
+    p.rows = sala__rows(s, rows, rows, 1);
+    p.on_device = (const sala_rows *)sala__step_at(s, s->step_rows);
+    p.bucket = g->rows;
+    p.logits_rows = rows;
+    if (sala__cuda_enter(&g->cuda, NULL) < 0) return;
+    printf("%s\n%-20s %9s %11s %11s\n", title, "kernel", "launches", "us a step", "us each");
+    for (int k = 0; k <= SALA__KERNEL_COUNT; k++) {
+        sala__cu_exec exec = NULL;
+        g->only = k < SALA__KERNEL_COUNT ? k + 1 : 0;
+        g->launches = 0;
+        if (sala__cuda_capture_begin(&g->cuda, &g->error) < 0) break;
+        sala__gpu_launch_pass(s, &p);
+        sala__cuda_capture_end(&g->cuda, &exec, &g->error);
+        if (!exec) break;
+        double us = g->launches ? 1e6 * bench_graph_seconds(s, exec, 20) : 0;
+        sala__cuda_graph_free(&g->cuda, exec);
+        if (k == SALA__KERNEL_COUNT) whole = us;
+        if (!g->launches || k == SALA__KERNEL_COUNT) continue;
+        printf("%-20s %9d %11.1f %11.2f\n", sala__kernels[k].name, g->launches, us,
+               us / g->launches);
+        sum += us;
+        launches += g->launches;
+    }
+    g->only = 0;
+    printf("%-20s %9d %11.1f\n%-20s %9s %11.1f\n", "sum", launches, sum, "the step as a graph", "",
+           whole);
+    sala__cuda_leave(&g->cuda);
+}
