@@ -10,6 +10,7 @@ WARN      = -Wall -Wextra -Wpedantic -Wshadow -Werror -Wno-psabi
 # -std=gnu11: C11 with POSIX names. -march: SIMD and fused multiply-add (10x). -ffp-contract=off: the
 # bit-exact promises want every fma to be written as one. -Wno-psabi: a note of GCC on wide vectors. -MMD: rebuild when a header changes.
 CFLAGS    = -std=gnu11 $(OPT) -march=$(ARCH) -ffp-contract=off $(WARN) -g -MMD $(EXTRA)
+# -ldl: dlopen lies in a library of its own with glibc before 2.34.
 LDLIBS    = -lm -lpthread -ldl
 # EXTRA adds flags to everything: make test EXTRA="-fsanitize=address,undefined" OPT=-O1
 EXTRA    ?=
@@ -42,24 +43,55 @@ FUZZ := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
 $(B)/fuzz_%: tests/fuzz/fuzz_%.c sala.cu kernels.h | $(B)
 	$(CC) $(CFLAGS) -DREPLAY -MF $@.d -o $@ $< $(LDLIBS)
 
+# The CUDA simulator: the driver and NVRTC in one library. It and its tests need a C++ compiler; without
+# one they are skipped.
+SIM := $(if $(shell command -v $(CXX) 2>/dev/null),$(B)/libsala_sim.so)
+SANITIZE = $(filter -fsanitize=address% -fsanitize=undefined% -fno-sanitize%,$(EXTRA))
+
+$(B)/libsala_sim.so: tests/sim/sim.cpp tests/sim/sim.h | $(B)
+	$(CXX) -std=c++17 -O2 -g -Wall -Wextra -Wpedantic -Wshadow -Werror -ffp-contract=off -fPIC -shared \
+		-fvisibility=hidden $(SANITIZE) -o $@ tests/sim/sim.cpp -ldl
+
+$(B)/test_sim $(B)/test_kernels $(B)/test_cuda: $(SIM)
+$(B)/test_sim: tests/sim/selftest.cu tests/sim/selftest.h
+
 -include $(B)/*.d
 
 test: $(SALA) $(addprefix $(B)/,$(TESTS) $(FUZZ))
-	SALA=./$(SALA) EXTRA="$(EXTRA)" sh tests/run.sh $(addprefix $(B)/,$(TESTS) $(FUZZ))
+	SALA=./$(SALA) SALA_SIM=$(B)/libsala_sim.so EXTRA="$(EXTRA)" sh tests/run.sh $(addprefix $(B)/,$(TESTS) $(FUZZ))
+
+# Kernels for all targets, compiled by NVRTC without a GPU: registers, shared memory, spills.
+check-kernels: $(B)/check_kernels
+	$(B)/check_kernels
+
+$(B)/check_kernels: tools/check_kernels.c sala.h sala.cu kernels.h | $(B)
+	$(CC) $(CFLAGS) -MF $@.d -o $@ $< $(LDLIBS)
+
+# Every deliberate fault of tests/sim/mutations.txt must be noticed by the kernel tests.
+mutations: $(B)/test_kernels
+	SALA_SIM=$(B)/libsala_sim.so sh tests/sim/mutate.sh $(B)/test_kernels
+
+# What only a GPU can tell. STAGE: kernels, engine, sanitizer, bench or all (the default).
+gpu-test:
+	sh tools/gpu_check.sh $(STAGE)
 
 clean:
 	rm -rf $(B) sala
 
 format:
-	clang-format -i sala.h kernels.h main.c tools/*.c tools/*.h tests/*.c tests/*.h tests/fuzz/*.c
+	clang-format -i sala.h sala.cu kernels.h main.c tools/*.c tools/*.h tests/*.c tests/*.h tests/fuzz/*.c \
+		tests/sim/*.cpp tests/sim/*.h tests/sim/*.cu
 
 help:
 	@echo "make          build ./sala"
 	@echo "make run      generate a story with models/sala-tiny"
 	@echo "make test     build and run all tests that need no GPU"
+	@echo "make check-kernels  compile all kernels for every target (needs NVRTC, no GPU)"
+	@echo "make gpu-test STAGE=all  what only a GPU can tell"
+	@echo "make mutations      plant faults in the kernels and see that the tests notice"
 	@echo "make format   apply .clang-format"
 	@echo "make clean    remove what was built"
 	@echo "variables: CC, ARCH=native|x86-64-v3|..., OPT=-O3, EXTRA=..., B=build, SALA=sala"
 
-.PHONY: all run test clean format help
+.PHONY: all run test check-kernels mutations gpu-test clean format help
 .DELETE_ON_ERROR:

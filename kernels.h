@@ -57,6 +57,11 @@ SALA_FN float sala_bf16_f32(uint16_t h) {
 }
 
 SALA_FN uint16_t sala_f32_bf16(float x) {
+#ifdef __CUDACC__
+    uint16_t h; // one instruction for the same
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(x));
+    return h;
+#endif
     uint32_t u = sala_f32_bits(x);
     if ((u & 0x7FFFFFFFu) > 0x7F800000u) return (uint16_t)((u >> 16) | 0x40u);
     return (uint16_t)((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
@@ -523,15 +528,18 @@ SALA_FN uint16_t sala_synthetic(uint64_t hash, uint64_t element, float scale, fl
 
 // ---- GPU only ----
 
-// How a matrix [n, k] lies in GPU memory: tiles of 16 rows x 16 k in the order in which the lanes of
-// a warp want them as the A operand of mma.m16n8k16, 16 bytes a lane; the k16 tiles of one row tile
-// follow each other; rows are padded with zeros to a multiple of SALA_GEMM_ROWS, k is a multiple of
-// 64. Inside a run of 32 k, lane c of a quad holds k 8c .. 8c+7, so that the other operand is 16
-// contiguous bytes of a row of x: the dot product does not care about the order inside the run.
-SALA_FN int64_t sala_packed(int32_t n, int32_t k, int32_t columns) { // index of element (n, k)
+// How a matrix [n, k] lies in GPU memory: tiles of 64 rows x 64 k, 8 KiB each, all tiles of the
+// same k beside each other, so that blocks which walk along k together read one stretch of memory.
+// Inside, 16 x 16 elements in the order in which the lanes of a warp want them as the A operand of
+// mma.m16n8k16, 16 bytes a lane. Rows are padded with zeros to a multiple of SALA_GEMM_ROWS, k is a
+// multiple of 64. In a run of 32 k, lane c of a quad holds k 8c .. 8c+7, so that the other operand
+// is 16 contiguous bytes of a row of x: the dot product does not care about the order in the run.
+SALA_FN int64_t sala_packed(int32_t n, int32_t k, int32_t rows) { // index of element (n, k) of rows
     int32_t lane = (n & 7) * 4 + (k >> 3 & 3), piece = k & 7; // piece: 4 * step + 2 * half + low
-    int64_t tile = (int64_t)(n >> 4) * (columns >> 4) + (k >> 5) * 2 + (piece >> 2);
-    return tile * 256 + lane * 8 + (piece >> 1 & 1) * 4 + (n >> 3 & 1) * 2 + (piece & 1);
+    int64_t stage = (int64_t)(k >> 6) * ((rows + 63) >> 6) + (n >> 6);
+    int32_t tile = (n >> 4 & 3) * 4 + (k >> 5 & 1) * 2 + (piece >> 2);
+    return stage * 4096 + tile * 256 + lane * 8 + (piece >> 1 & 1) * 4 + (n >> 3 & 1) * 2 +
+           (piece & 1);
 }
 
 // gate and up of an MLP as one packed matrix of 2 * ffn rows: eight rows of gate, eight of up, ...
@@ -539,6 +547,7 @@ SALA_FN int32_t sala_packed_pair(int32_t n, int32_t is_up) { // row of the pair 
     return (n >> 3) * 16 + is_up * 8 + (n & 7);
 }
 
+#define SALA_GEMM_THREADS 128
 #define SALA_GEMM_ROWS 64   // rows of w a block takes at a time
 #define SALA_GEMM_TOKENS 64 // and rows of x
 #define SALA_GEMM_STAGES 6  // of 64 k each, in shared memory
@@ -549,9 +558,22 @@ SALA_FN int32_t sala_packed_pair(int32_t n, int32_t is_up) { // row of the pair 
 // sum of its chunks of SALA_GEMM_K in order.
 SALA_FN int32_t sala_gemm_splits(int32_t n, int32_t k) {
     int32_t tiles = (n + SALA_GEMM_ROWS - 1) / SALA_GEMM_ROWS, splits = 1;
-    while (splits < 8 && tiles * splits < 192 && k % (SALA_GEMM_K * splits * 2) == 0) splits *= 2;
+    while (splits < 8 && tiles * splits * 2 <= 288 && k % (SALA_GEMM_K * splits * 2) == 0)
+        splits *= 2;
     return splits;
 }
+
+// The kernel of all products: sala_gemm_args as they are, gate and up with SwiGLU, or with a norm.
+enum { SALA_PRODUCT_PLAIN, SALA_PRODUCT_SWIGLU, SALA_PRODUCT_NORM };
+typedef struct sala_product_args {
+    int32_t kind;
+    int32_t splits, row_tiles, items; // items: tiles * splits * row_tiles
+    int32_t tiles[SALA_GEMM_MAX];     // of SALA_GEMM_ROWS rows, of each weight
+    sala_gemm_args gemm;
+    sala_norm_args norm; // this and what follows as in sala_gemm_norm_args
+    float *partial;
+    int32_t *arrivals;
+} sala_product_args;
 
 #define SALA_SELECT_PART 128 // rows of tier 2, or blocks, that one unit of block selection takes
 #define SALA_ATTEND_PART 4   // listed blocks that one unit of attention takes
@@ -590,6 +612,7 @@ typedef struct sala_sampling { // of one row
     int32_t slot;      // of counts and biases; -1: nothing is wanted of this row
     int32_t penalties; // counts are in use
     int32_t biased;    // biases are in use
+    int32_t ahead;     // nodes at the end of the row's path, itself included, not yet in counts
     uint64_t seed, position;
 } sala_sampling;
 
@@ -614,10 +637,8 @@ typedef struct sala_sample_args {
     X(read, sala_read_args, 256, 4)                                                                \
     X(embed, sala_embed_args, 256, 2)                                                              \
     X(rope_table, sala_rope_args, 64, 2)                                                           \
-    X(norm, sala_norm_args, 256, 2)                                                                \
-    X(gemm, sala_gemm_args, 128, 2)                                                                \
-    X(gemm_norm, sala_gemm_norm_args, 128, 2)                                                      \
-    X(gemm_swiglu, sala_gemm_swiglu_args, 128, 2)                                                  \
+    X(norm, sala_norm_args, 128, 2)                                                                \
+    X(gemm, sala_product_args, 128, 2)                                                             \
     X(qk_norm_rope, sala_qk_args, 128, 2)                                                          \
     X(gla_verify, sala_gla_args, 128, 4)                                                           \
     X(gate, sala_gate_args, 256, 2)                                                                \

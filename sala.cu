@@ -26,9 +26,29 @@ SALA_DEVICE unsigned char *sala_shared(void) {
 
 // Programmatic dependent launch: wait until the kernel before this one is complete and its writes
 // are visible; allow the next kernel's blocks to start.
+#ifdef SALA_TRACE // benchmarks: when the first block of each kernel came to wait, and could go on
+__device__ unsigned long long sala_trace[2 + 2 * 1024];
+
+SALA_DEVICE unsigned long long sala_clock(void) { // nanoseconds
+    unsigned long long ns;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns)::"memory");
+    return ns;
+}
+#endif
+
 SALA_DEVICE void sala_wait_grid(void) {
+#ifdef SALA_TRACE
+    unsigned long long came = sala_clock();
+#endif
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+#ifdef SALA_TRACE
+    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) {
+        unsigned long long at = atomicAdd(&sala_trace[0], 1ull) % 1024;
+        sala_trace[2 + 2 * at] = came;
+        sala_trace[3 + 2 * at] = sala_clock();
+    }
 #endif
 }
 
@@ -174,8 +194,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     int n = a.rows->token[r], half = n >> 3 & 1;
     const uint16_t *table = (const uint16_t *)a.table.data;
     for (int k = 8 * (int)threadIdx.x; k < MODEL.hidden; k += 8 * 256) {
-        uint4 first = *(const uint4 *)(table + (sala_packed(n, k, MODEL.hidden) & ~7ll));
-        uint4 second = *(const uint4 *)(table + (sala_packed(n, k + 4, MODEL.hidden) & ~7ll));
+        uint4 first = *(const uint4 *)(table + (sala_packed(n, k, MODEL.vocab) & ~7ll));
+        uint4 second = *(const uint4 *)(table + (sala_packed(n, k + 4, MODEL.vocab) & ~7ll));
         uint32_t word[4] = {half ? first.y : first.x, half ? first.w : first.z,
                             half ? second.y : second.x, half ? second.w : second.z};
         for (int i = 0; i < 4; i++)
@@ -187,7 +207,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 }
 
 // cos and sin of every row's position. One block a row, one thread a frequency. The angle is an
-// FP32 product as upstream's; cos and sin in double reach every position. Twin: sala__op_rope_table.
+// FP32 product as upstream's; cos and sin in double reach every position. Twin:
+// sala__op_rope_table.
 extern "C" __global__ void __launch_bounds__(64, 2)
     sala_rope_table(const __grid_constant__ sala_rope_args a) {
     sala_launch_next();
@@ -326,25 +347,15 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 // Decoding reads every weight once, so the loop is a pipeline of copies into shared memory with
 // just enough arithmetic behind it. An item is a tile of SALA_GEMM_ROWS weight rows, one split of k
 // and up to SALA_GEMM_TOKENS rows of x; a block takes every gridDim.x-th item, the copies running
-// on from one item to the next. A stage is 64 k of both.
+// on from one item to the next. A stage is 64 k of both: 8 KiB of weights that lie together, and
+// 128 bytes of each row of x. All products are this one kernel: its code stays in the instruction
+// cache while weights stream by, and a step comes back to it four times a layer.
 
 enum {
-    SALA_GEMM_THREADS = 128,
-    SALA_GEMM_TILES = SALA_GEMM_ROWS * 4 / SALA_GEMM_THREADS, // tiles of 16 weight rows of a warp
-    SALA_GEMM_X = SALA_GEMM_ROWS * 128,                       // where x begins in a stage
     SALA_GEMM_STAGE = SALA_GEMM_SHARED / SALA_GEMM_STAGES,
+    SALA_GEMM_X = SALA_GEMM_ROWS * 128,    // where x begins in a stage
     SALA_GEMM_AHEAD = SALA_GEMM_STAGES - 1 // stages in flight
 };
-
-// What the three kernels have in common. All items have the same number of stages.
-typedef struct sala_gemm_job {
-    int rows, k, count, pair;     // pair: gate and up, eight rows each in turn
-    int splits, row_tiles, items; // see sala_gemm_plan
-    const sala_act *x;            // [rows, k]
-    const sala_weight *w;         // [count]
-    sala_act *const *y;           // [count] each [rows, n], if not
-    float *f32;                   // [splits, rows, n]
-} sala_gemm_job;
 
 // One item: which weight, its tile, the split of k and the first row of x.
 typedef struct sala_gemm_item {
@@ -356,346 +367,334 @@ typedef struct sala_gemm_feed {
     int item, left;             // stages of the item that are still to be copied
     int slot;                   // offset of the stage to be written
     int rows;                   // rows of x in the item
+    int64_t stride;             // bytes from a tile's stage to its next
     const unsigned char *w, *x; // the first 16 bytes of each
 } sala_gemm_feed;
 
-SALA_DEVICE int sala_gemm_tiles(const sala_gemm_job *job, int weight) {
-    int n = job->pair ? 2 * job->w[weight].n : job->w[weight].n;
-    return (n + SALA_GEMM_ROWS - 1) / SALA_GEMM_ROWS;
-}
-
-SALA_DEVICE void sala_gemm_plan(sala_gemm_job *job) {
-    job->k = job->w[0].k;
-    job->row_tiles = (job->rows + SALA_GEMM_TOKENS - 1) / SALA_GEMM_TOKENS;
-    job->items = 0;
-    for (int i = 0; i < job->count; i++) job->items += sala_gemm_tiles(job, i);
-    job->items *= job->splits * job->row_tiles;
-}
-
 // The rows of x vary fastest, so that blocks which share weights run together.
-SALA_DEVICE sala_gemm_item sala_gemm_find(const sala_gemm_job *job, int item) {
+SALA_DEVICE sala_gemm_item sala_gemm_find(const sala_product_args *a, int item) {
     sala_gemm_item found;
-    int unit = job->row_tiles == 1 ? item : (int)((unsigned)item / (unsigned)job->row_tiles);
-    found.row = (item - unit * job->row_tiles) * SALA_GEMM_TOKENS;
-    found.split = unit & (job->splits - 1); // a power of two
-    found.tile = unit >> (__ffs(job->splits) - 1);
+    int unit = a->row_tiles == 1 ? item : (int)((unsigned)item / (unsigned)a->row_tiles);
+    found.row = (item - unit * a->row_tiles) * SALA_GEMM_TOKENS;
+    found.split = unit & (a->splits - 1); // a power of two
+    found.tile = unit >> (__ffs(a->splits) - 1);
     found.weight = 0;
-    while (found.weight < job->count - 1 && found.tile >= sala_gemm_tiles(job, found.weight))
-        found.tile -= sala_gemm_tiles(job, found.weight++);
+#pragma unroll 1
+    while (found.tile >= a->tiles[found.weight]) found.tile -= a->tiles[found.weight++];
     return found;
 }
 
-// Weights: runs of 2 KiB (16 rows x 64 k), as they lie in memory. x: 128 bytes a row, of which a
-// thread copies one of eight units of 16 bytes.
-SALA_DEVICE void sala_gemm_aim(const sala_gemm_job *job, sala_gemm_feed *feed) {
-    sala_gemm_item at = sala_gemm_find(job, feed->item);
-    int depth = job->k / job->splits, thread = (int)threadIdx.x;
-    int64_t run = (int64_t)at.tile * (SALA_GEMM_ROWS / 16) + (thread >> 7);
-    int64_t row = at.row + (thread >> 3);
-    feed->w = (const unsigned char *)job->w[at.weight].data +
-              (run * job->k + at.split * depth) * 32 + (thread & 127) * 16;
-    feed->x = (const unsigned char *)(job->x + row * job->k + at.split * depth) + (thread & 7) * 16;
-    feed->rows = job->rows - at.row;
-    feed->left = depth >> 6;
-}
-
-SALA_DEVICE void sala_gemm_next(const sala_gemm_job *job, sala_gemm_feed *feed) {
+// Turn to the next stage; the first call turns to the first one of the block.
+SALA_DEVICE void sala_gemm_next(const sala_product_args *a, sala_gemm_feed *feed) {
     feed->slot += SALA_GEMM_STAGE;
     if (feed->slot == SALA_GEMM_SHARED) feed->slot = 0;
-    feed->w += 2048;
+    feed->w += feed->stride;
     feed->x += 128;
     if (--feed->left > 0) return;
     feed->item += (int)gridDim.x;
-    if (feed->item < job->items) sala_gemm_aim(job, feed);
+    if (feed->item >= a->items) return;
+    sala_gemm_item at = sala_gemm_find(a, feed->item);
+    int k = a->gemm.w[0].k, depth = k / a->splits, thread = (int)threadIdx.x;
+    int tiles = a->tiles[at.weight];
+    int64_t row = at.row + (thread >> 3), stage = (int64_t)(at.split * depth >> 6) * tiles + at.tile;
+    feed->w = (const unsigned char *)a->gemm.w[at.weight].data + stage * SALA_GEMM_X + thread * 16;
+    feed->x = (const unsigned char *)(a->gemm.x + row * k + at.split * depth) + (thread & 7) * 16;
+    feed->stride = (int64_t)tiles * SALA_GEMM_X;
+    feed->rows = a->gemm.rows - at.row;
+    feed->left = depth >> 6;
 }
 
-SALA_DEVICE void sala_gemm_copy_weights(const sala_gemm_job *job, const sala_gemm_feed *feed) {
+SALA_DEVICE void sala_gemm_copy_weights(const sala_product_args *a, const sala_gemm_feed *feed) {
     unsigned char *to = sala_shared() + feed->slot + threadIdx.x * 16;
-    int64_t stride = (int64_t)job->k * 32 * (SALA_GEMM_THREADS / 128);
-    if (feed->item >= job->items) return;
-    for (int i = 0; i < SALA_GEMM_ROWS * 8 / SALA_GEMM_THREADS; i++)
-        sala_copy16_stream(to + i * SALA_GEMM_THREADS * 16, feed->w + i * stride);
+    if (feed->item >= a->items) return;
+    for (int i = 0; i < SALA_GEMM_X; i += SALA_GEMM_THREADS * 16)
+        sala_copy16_stream(to + i, feed->w + i);
 }
 
 // Units 0..3 and 4..7 of every other row change places: a quarter of a warp that reads four units
 // of two rows then meets all 32 banks. Rows that do not exist are not copied: columns of an MMA do
 // not mix, and theirs are not stored.
-SALA_DEVICE void sala_gemm_copy_x(const sala_gemm_job *job, const sala_gemm_feed *feed) {
+SALA_DEVICE void sala_gemm_copy_x(const sala_product_args *a, const sala_gemm_feed *feed) {
     int step = SALA_GEMM_THREADS / 8, row = (int)threadIdx.x >> 3;
     int unit = ((int)threadIdx.x & 7) ^ (row & 1) * 4;
     unsigned char *to = sala_shared() + feed->slot + SALA_GEMM_X + row * 128 + unit * 16;
-    int64_t stride = (int64_t)job->k * 2 * step;
-    if (feed->item >= job->items) return;
-    for (int i = 0; i < SALA_GEMM_TOKENS / step; i++)
-        if (row + i * step < feed->rows) sala_copy16(to + i * step * 128, feed->x + i * stride);
+    const unsigned char *from = feed->x;
+    int64_t stride = (int64_t)a->gemm.w[0].k * 2 * step;
+    if (feed->item >= a->items) return;
+#pragma unroll 1
+    for (; row < feed->rows && row < SALA_GEMM_TOKENS; row += step) {
+        sala_copy16(to, from);
+        to += step * 128;
+        from += stride;
+    }
 }
 
-// One stage: sum += weights (16 rows a tile) times x (`groups` groups of 8 rows).
+// sum += two tiles of 16 weight rows times one group of eight rows of x, 32 k.
+SALA_DEVICE void sala_gemm_group(const uint4 w[2][2], uint4 x, float sum[2][4]) {
+    const uint32_t first[2] = {x.x, x.y}, second[2] = {x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) { // both tiles, then both once more: no sum waits for itself
+        uint4 v = w[i & 1][i >> 1];
+        const uint32_t as[4] = {v.x, v.y, v.z, v.w};
+        sala_mma(sum[i & 1], as, i < 2 ? first : second);
+    }
+}
+
+// One stage of a warp: 32 weight rows, up to 32 rows of x.
 SALA_DEVICE void sala_gemm_multiply(const unsigned char *w, const unsigned char *x, int groups,
-                                    float sum[SALA_GEMM_TILES][4][4]) {
+                                    float sum[4][2][4]) {
     int lane = (int)threadIdx.x & 31, row = lane >> 2, unit = lane & 3;
 #pragma unroll
     for (int run = 0; run < 2; run++) {
         const unsigned char *xs = x + row * 128 + ((run ^ (row & 1)) * 4 + unit) * 16;
-        uint4 a[SALA_GEMM_TILES][2];
+        uint4 a[2][2], b[4];
 #pragma unroll
-        for (int i = 0; i < SALA_GEMM_TILES * 2; i++)
+        for (int i = 0; i < 4; i++)
             a[i >> 1][i & 1] =
                 *(const uint4 *)(w + (i >> 1) * 2048 + (run * 2 + (i & 1)) * 512 + lane * 16);
-#pragma unroll
-        for (int group = 0; group < groups; group++) {
-            uint4 b = *(const uint4 *)(xs + group * 1024);
-            uint32_t first[2] = {b.x, b.y}, second[2] = {b.z, b.w};
-#pragma unroll
-            for (int i = 0; i < SALA_GEMM_TILES * 2; i++) {
-                int tile = i % SALA_GEMM_TILES, step = i / SALA_GEMM_TILES;
-                uint4 v = a[tile][step];
-                uint32_t as[4] = {v.x, v.y, v.z, v.w};
-                sala_mma(sum[tile][group], as, step ? second : first);
-            }
+        b[0] = *(const uint4 *)xs;
+        if (groups > 2) { // all loads before the first product
+            b[1] = *(const uint4 *)(xs + 1024);
+            b[2] = *(const uint4 *)(xs + 2048);
+            b[3] = *(const uint4 *)(xs + 3072);
+            sala_gemm_group(a, b[1], sum[1]);
+            sala_gemm_group(a, b[2], sum[2]);
+            sala_gemm_group(a, b[3], sum[3]);
+        } else if (groups == 2) {
+            b[1] = *(const uint4 *)(xs + 1024);
+            sala_gemm_group(a, b[1], sum[1]);
         }
+        sala_gemm_group(a, b[0], sum[0]);
     }
 }
 
-// A lane's sums: weight rows row, row + 8 of each tile, two rows of x of each group.
-SALA_DEVICE void sala_gemm_store(const sala_gemm_job *job, const sala_gemm_item *at,
-                                 const float sum[SALA_GEMM_TILES][4][4]) {
-    int warp = (int)threadIdx.x >> 5, lane = (int)threadIdx.x & 31, n = job->w[at->weight].n;
-    int column = at->tile * SALA_GEMM_ROWS + (warp >> 1) * SALA_GEMM_TILES * 16;
-    int row = at->row + (warp & 1) * 32 + (lane & 3) * 2;
-    sala_act *y = job->f32 && at->weight == 0 ? nullptr : job->y[at->weight];
-    float *f32 = job->f32 + (int64_t)at->split * job->rows * n;
+// The result of an item. It passes through the stage that was read last, which nobody needs until
+// the next barrier, so that a small loop can write it in order: [rows of x, 64] FP32, the columns
+// of every other pair of rows shifted by 8 for the banks.
+SALA_DEVICE int sala_gemm_place(int row, int column) {
+    return row * SALA_GEMM_ROWS + (column ^ (row & 6) << 2);
+}
+
+SALA_DEVICE void sala_gemm_store(const sala_product_args *a, const sala_gemm_item *at, int groups,
+                                 const float sum[4][2][4], float *result) {
+    int warp = (int)threadIdx.x >> 5, lane = (int)threadIdx.x & 31;
+    int row = (warp & 1) * 32 + (lane & 3) * 2, column = (warp >> 1) * 32 + (lane >> 2);
+    __syncthreads(); // all have read the stage
 #pragma unroll
-    for (int i = 0; i < SALA_GEMM_TILES * 16; i++) {
-        int tile = i >> 4, group = i >> 2 & 3, d = i & 3; // d: rows of x vary first
-        int r = row + group * 8 + (d & 1), c = column + tile * 16 + (d >> 1) * 8 + (lane >> 2);
-        float value = sum[tile][group][d];
-        if (job->pair) c = column / 2 + tile * 8 + (lane >> 2);
-        if (r >= job->rows || c >= n || (job->pair && d >= 2)) continue;
-        if (job->pair) {
-            float gate = sala_round(value), up = sala_round(sum[tile][group][d | 2]);
-            value = sala_round(gate * sala_sigmoid(gate)) * up;
+    for (int group = 0; group < 4; group++) {
+        if (group >= groups) break;
+#pragma unroll
+        for (int i = 0; i < 8; i++) // of each tile: rows of x vary first, then weight rows
+            result[sala_gemm_place(row + group * 8 + (i & 1), column + i / 4 * 16 + (i & 2) * 4)] =
+                sum[group][i / 4][i & 3];
+    }
+    __syncthreads();
+    int n = a->gemm.w[at->weight].n, rows = a->gemm.rows - at->row;
+    int pair = a->kind == SALA_PRODUCT_SWIGLU, width = SALA_GEMM_ROWS >> pair;
+    if (rows > SALA_GEMM_TOKENS) rows = SALA_GEMM_TOKENS;
+#pragma unroll 1
+    for (int i = (int)threadIdx.x; i < rows * width; i += SALA_GEMM_THREADS) {
+        int r = i >> (6 - pair), from = i & (width - 1), c = at->tile * width + from;
+        if (pair) from = (from >> 3) * 16 + (from & 7);
+        float value = result[sala_gemm_place(r, from)];
+        int64_t place = (int64_t)(at->row + r) * n + c;
+        if (c >= n) continue;
+        if (pair) {
+            value = sala_round(value);
+            value = sala_round(value * sala_sigmoid(value)) *
+                    sala_round(result[sala_gemm_place(r, from + 8)]);
         }
-        if (y)
-            y[(int64_t)r * n + c] = sala_f32_bf16(value);
+        if (a->kind == SALA_PRODUCT_NORM)
+            a->partial[(int64_t)at->split * a->gemm.rows * n + place] = value;
+        else if (a->gemm.y_f32)
+            a->gemm.y_f32[place] = value;
         else
-            f32[(int64_t)r * n + c] = value;
+            a->gemm.y[at->weight][place] = sala_f32_bf16(value);
     }
 }
 
 // One chunk of SALA_GEMM_K (or what is left of k): total += its sum. `slot` is the stage to read.
-SALA_DEVICE void sala_gemm_chunk(const sala_gemm_job *job, sala_gemm_feed *feed, int stages,
-                                 int groups, int *slot, float total[SALA_GEMM_TILES][4][4]) {
+SALA_DEVICE void sala_gemm_chunk(const sala_product_args *a, sala_gemm_feed *feed, int stages,
+                                 int groups, int *slot, float total[4][2][4]) {
     int warp = (int)threadIdx.x >> 5;
-    const unsigned char *w = sala_shared() + (warp >> 1) * SALA_GEMM_TILES * 2048;
+    const unsigned char *w = sala_shared() + (warp >> 1) * 4096;
     const unsigned char *x = sala_shared() + SALA_GEMM_X + (warp & 1) * 32 * 128;
-    float sum[SALA_GEMM_TILES][4][4] = {};
+    float sum[4][2][4] = {};
 #pragma unroll 1
     for (int stage = 0; stage < stages; stage++) {
         SALA_COPY_WAIT(SALA_GEMM_AHEAD - 1);
         __syncthreads(); // this stage is there for all, and all are done with the one before
-        sala_gemm_copy_weights(job, feed);
-        sala_gemm_copy_x(job, feed);
+        sala_gemm_next(a, feed);
+        sala_gemm_copy_weights(a, feed);
+        sala_gemm_copy_x(a, feed);
         sala_copy_commit();
-        sala_gemm_next(job, feed);
-        if (groups > 2)
-            sala_gemm_multiply(w + *slot, x + *slot, 4, sum);
-        else if (groups == 2)
-            sala_gemm_multiply(w + *slot, x + *slot, 2, sum);
-        else if (groups == 1)
-            sala_gemm_multiply(w + *slot, x + *slot, 1, sum);
+        if (groups > 0) sala_gemm_multiply(w + *slot, x + *slot, groups, sum);
         *slot += SALA_GEMM_STAGE;
         if (*slot == SALA_GEMM_SHARED) *slot = 0;
     }
 #pragma unroll
-    for (int i = 0; i < SALA_GEMM_TILES * 16; i++)
-        total[i >> 4][i >> 2 & 3][i & 3] += sum[i >> 4][i >> 2 & 3][i & 3];
+    for (int i = 0; i < 32; i++) total[i >> 3][i >> 2 & 1][i & 3] += sum[i >> 3][i >> 2 & 1][i & 3];
 }
 
-// All items of this block. Warps: pairs that share 16 * SALA_GEMM_TILES weight rows, each half of
-// the rows of x. Per SM of an H200: two blocks of 128 threads keep 80 KiB of weights in flight (35
-// KiB suffice for 4.5 TB/s at 1 us). 8 KiB of weights take 420 clocks to arrive; with 64 rows of x
-// they cost 384 clocks of shared memory (32 KiB read, 16 written) and 64 to 105 of the tensor
-// cores, with 16 rows 152 and 26; x adds as many bytes of L2 reads as rows / SALA_GEMM_ROWS.
-SALA_DEVICE void sala_gemm_run(const sala_gemm_job *job) {
-    sala_gemm_feed feed = {(int)blockIdx.x, 0, 0, 0, nullptr, nullptr}, early;
+// All items of this block. Two blocks of 128 threads a multiprocessor keep 80 KiB of weights in
+// flight (35 suffice for 4.5 TB/s at 1 us). 8 KiB of weights take 420 clocks of an H200 to arrive;
+// with 64 rows of x they cost 384 clocks of shared memory and 105 of the tensor cores, with 16 rows
+// 152 and 26; x adds rows / SALA_GEMM_ROWS times the weights' bytes in reads of L2.
+SALA_DEVICE void sala_gemm_run(const sala_product_args *a) {
+    sala_gemm_feed first = {(int)blockIdx.x - (int)gridDim.x, 1, -SALA_GEMM_STAGE, 0, 0, nullptr,
+                            nullptr};
+    sala_gemm_feed feed = first;
     int half = (int)threadIdx.x >> 5 & 1, slot = 0;
-    sala_gemm_aim(job, &feed);
-    early = feed;
 #pragma unroll 1
-    for (int i = 0; i < SALA_GEMM_AHEAD; i++) {
-        sala_gemm_copy_weights(job, &early);
-        sala_gemm_next(job, &early);
-    }
-    sala_wait_grid();
-#pragma unroll 1
-    for (int i = 0; i < SALA_GEMM_AHEAD; i++) { // the first group also holds all those weights
-        sala_gemm_copy_x(job, &feed);
-        sala_copy_commit();
-        sala_gemm_next(job, &feed);
-    }
-#pragma unroll 1
-    for (int item = (int)blockIdx.x; item < job->items; item += (int)gridDim.x) {
-        sala_gemm_item at = sala_gemm_find(job, item);
-        int stages = job->k / job->splits >> 6;
-        int groups = (job->rows - at.row - half * 32 + 7) >> 3;
-        float total[SALA_GEMM_TILES][4][4] = {};
-#pragma unroll 1
-        for (int done = 0; done < stages; done += SALA_GEMM_K / 64) {
-            int left = stages - done;
-            int count = left < SALA_GEMM_K / 64 ? left : SALA_GEMM_K / 64;
-            sala_gemm_chunk(job, &feed, count, groups, &slot, total);
+    for (int i = 0; i < 2 * SALA_GEMM_AHEAD; i++) { // weights first, without waiting; then x
+        if (i == SALA_GEMM_AHEAD) {
+            sala_wait_grid();
+            feed = first;
         }
-        sala_gemm_store(job, &at, total);
+        sala_gemm_next(a, &feed);
+        if (i < SALA_GEMM_AHEAD) {
+            sala_gemm_copy_weights(a, &feed);
+        } else { // the first group also holds all those weights
+            sala_gemm_copy_x(a, &feed);
+            sala_copy_commit();
+        }
     }
-}
-
-// Products of up to four weights with the same x. Grid: min(items, 2 * multiprocessors). Reads the
-// weights once for every 64 rows of x. Twin: sala__op_gemm.
-extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
-    sala_gemm(const __grid_constant__ sala_gemm_args a) {
-    sala_launch_next();
-    sala_gemm_job job = {a.rows, 0, a.count, 0, 1, 0, 0, a.x, a.w, a.y, a.y_f32};
-    sala_gemm_plan(&job);
-    sala_gemm_run(&job);
-}
-
-// gate and up, whose rows of eight lie in turn in gate.data, so that the lane that has a gate also
-// has its up. Grid and bytes as above. Twin: sala__op_gemm_swiglu.
-extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
-    sala_gemm_swiglu(const __grid_constant__ sala_gemm_swiglu_args a) {
-    sala_launch_next();
-    sala_gemm_job job = {a.rows, 0, 1, 1, 1, 0, 0, a.x, &a.gate, &a.y, nullptr};
-    sala_gemm_plan(&job);
-    sala_gemm_run(&job);
+#pragma unroll 1
+    for (int item = (int)blockIdx.x; item < a->items; item += (int)gridDim.x) {
+        sala_gemm_item at = sala_gemm_find(a, item);
+        int left = a->gemm.w[0].k / a->splits >> 6;
+        int groups = (a->gemm.rows - at.row - half * 32 + 7) >> 3;
+        float total[4][2][4] = {};
+#pragma unroll 1
+        for (; left > 0; left -= SALA_GEMM_K / 64)
+            sala_gemm_chunk(a, &feed, left < SALA_GEMM_K / 64 ? left : SALA_GEMM_K / 64, groups,
+                            &slot, total);
+        int read = (slot ? slot : SALA_GEMM_SHARED) - SALA_GEMM_STAGE;
+        sala_gemm_store(a, &at, groups, total, (float *)(sala_shared() + read));
+    }
 }
 
 // ---- 5. the norm, alone and behind a product ----
 
-SALA_DEVICE void sala_unpack8(float x[8], uint4 v) {
-    const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
-    for (int i = 0; i < 8; i++) x[i] = i & 1 ? sala_high(pairs[i >> 1]) : sala_low(pairs[i >> 1]);
-}
+enum { SALA_NORM_STEP = 4 * SALA_GEMM_THREADS }; // columns that the block takes at once
 
-SALA_DEVICE uint4 sala_pack8(const float x[8]) {
-    return make_uint4(sala_pair(x[0], x[1]), sala_pair(x[2], x[3]), sala_pair(x[4], x[5]),
-                      sala_pair(x[6], x[7]));
-}
-
-// A thread's columns of a row: SALA_NORM_UNITS times eight, so that x stays in registers.
-enum { SALA_NORM_UNITS = (MODEL.hidden + 8 * SALA_GEMM_THREADS - 1) / (8 * SALA_GEMM_THREADS) };
-
-SALA_DEVICE int sala_norm_column(int unit) {
-    return (unit * (int)blockDim.x + (int)threadIdx.x) * 8;
-}
-
-// branch += the sum of the splits in order, four at a time so that their loads overlap.
-SALA_DEVICE void sala_norm_partials(const float *partial, int64_t stride, int splits, int width,
-                                    float branch[SALA_NORM_UNITS][8]) {
+// One row by one block of SALA_GEMM_THREADS; the branch is BF16 in memory, or `splits` partial
+// sums, or there is none (splits 0, branch NULL). Everything comes into shared memory first, by
+// copies that are all in flight together: [splits, width] FP32, x [width], weight [width]. Small
+// loops on purpose: this code runs once and must be fetched first. Twin: sala__op_norm_row.
+SALA_DEVICE void sala_norm_row(const sala_norm_args *a, const float *partial, int splits, int row) {
+    int width = a->width, thread = (int)threadIdx.x;
+    int64_t at = (int64_t)row * width, stride = (int64_t)a->rows * width;
+    float *parts = (float *)sala_shared(), *warps = parts + SALA_GEMM_SHARED / 4 - 32;
+    sala_act *x = (sala_act *)(parts + splits * width), *weight = x + width, *branch = weight + width;
+    const sala_act *from = (const sala_act *)a->weight.data;
 #pragma unroll 1
-    for (int from = 0; from < splits; from += 4) {
-        float4 v[4][SALA_NORM_UNITS * 2] = {};
+    for (int c = thread * 8; c < width; c += SALA_GEMM_THREADS * 8) {
+        sala_copy16(x + c, a->x + at + c);
+        sala_copy16(weight + c, from + c);
+        if (splits == 0 && a->branch) sala_copy16(branch + c, a->branch + at + c);
+    }
+#pragma unroll 1
+    for (int split = 0; split < splits; split++)
+#pragma unroll 2
+        for (int c = thread * 4; c < width; c += SALA_GEMM_THREADS * 4)
+            sala_copy16(parts + split * width + c, partial + split * stride + at + c);
+    sala_copy_commit();
+    SALA_COPY_WAIT(0);
+    __syncthreads();
+    float sum = 0;
+#pragma unroll 1
+    for (int c0 = thread * 4; c0 < width; c0 += 4 * SALA_NORM_STEP) { // four at a time hide latency
+        float4 b[4] = {};
+#pragma unroll 1
+        for (int split = 0; split < splits; split++)
 #pragma unroll
-        for (int i = 0; i < 4 * SALA_NORM_UNITS * 2; i++) {
-            int split = from + i / (SALA_NORM_UNITS * 2), unit = i % (SALA_NORM_UNITS * 2);
-            int column = sala_norm_column(unit >> 1) + (unit & 1) * 4;
-            if (split < splits && column < width)
-                v[i / (SALA_NORM_UNITS * 2)][unit] =
-                    *(const float4 *)(partial + split * stride + column);
-        }
+            for (int u = 0; u < 4; u++) {
+                int c = c0 + u * SALA_NORM_STEP < width ? c0 + u * SALA_NORM_STEP : c0;
+                float4 p = *(const float4 *)(parts + split * width + c);
+                b[u].x += p.x, b[u].y += p.y, b[u].z += p.z, b[u].w += p.w;
+            }
 #pragma unroll
-        for (int i = 0; i < 4 * SALA_NORM_UNITS * 2; i++) {
-            float4 part = v[i / (SALA_NORM_UNITS * 2)][i % (SALA_NORM_UNITS * 2)];
-            float *to = branch[i % (SALA_NORM_UNITS * 2) >> 1] + (i & 1) * 4;
-            if (from + i / (SALA_NORM_UNITS * 2) >= splits) continue;
-            to[0] += part.x, to[1] += part.y, to[2] += part.z, to[3] += part.w;
+        for (int u = 0; u < 4; u++) {
+            int c = c0 + u * SALA_NORM_STEP;
+            if (c >= width) break;
+            uint2 old = *(const uint2 *)(x + c);
+            float v[4] = {sala_low(old.x), sala_high(old.x), sala_low(old.y), sala_high(old.y)};
+            if (splits == 0 && a->branch) {
+                uint2 add = *(const uint2 *)(branch + c);
+                b[u] = make_float4(sala_low(add.x), sala_high(add.x), sala_low(add.y),
+                                   sala_high(add.y));
+            }
+            if (splits > 0 || a->branch) {
+                const float add[4] = {b[u].x, b[u].y, b[u].z, b[u].w};
+                for (int i = 0; i < 4; i++)
+                    v[i] = sala_round(v[i] + sala_round(sala_round(add[i]) * a->scale));
+                old = make_uint2(sala_pair(v[0], v[1]), sala_pair(v[2], v[3]));
+                *(uint2 *)(x + c) = old;
+                *(uint2 *)(a->x + at + c) = old;
+            }
+            for (int i = 0; i < 4; i++) sum = fmaf(v[i], v[i], sum);
         }
     }
-}
-
-// One row by one block; the branch is BF16 in memory, or `splits` partial sums, or there is none.
-// `shared`: a float for each warp. Twin: sala__op_norm_row.
-SALA_DEVICE void sala_norm_row(const sala_norm_args *a, const float *partial, int splits, int row,
-                               float *shared) {
-    int64_t at = (int64_t)row * a->width;
-    float x[SALA_NORM_UNITS][8], branch[SALA_NORM_UNITS][8] = {}, sum = 0;
-    uint4 weight[SALA_NORM_UNITS];
-#pragma unroll
-    for (int u = 0; u < SALA_NORM_UNITS; u++) { // all loads first
-        int c = sala_norm_column(u);
-        if (c >= a->width) continue;
-        sala_unpack8(x[u], *(const uint4 *)(a->x + at + c));
-        weight[u] = *(const uint4 *)((const sala_act *)a->weight.data + c);
-        if (!partial && a->branch) sala_unpack8(branch[u], *(const uint4 *)(a->branch + at + c));
+    float inverse = 1.0f / sqrtf(sala_block_sum(sum, warps) / (float)width + a->eps);
+#pragma unroll 4
+    for (int c = thread * 4; c < width; c += SALA_NORM_STEP) { // as above: its own columns
+        uint2 old = *(const uint2 *)(x + c), by = *(const uint2 *)(weight + c);
+        float v[4] = {sala_low(old.x), sala_high(old.x), sala_low(old.y), sala_high(old.y)};
+        const float w[4] = {sala_low(by.x), sala_high(by.x), sala_low(by.y), sala_high(by.y)};
+        for (int i = 0; i < 4; i++) v[i] = sala_round(v[i] * inverse) * w[i];
+        *(uint2 *)(a->y + at + c) = make_uint2(sala_pair(v[0], v[1]), sala_pair(v[2], v[3]));
     }
-    if (partial)
-        sala_norm_partials(partial + at, (int64_t)a->rows * a->width, splits, a->width, branch);
-#pragma unroll
-    for (int u = 0; u < SALA_NORM_UNITS; u++) {
-        int c = sala_norm_column(u);
-        if (c >= a->width) continue;
-        if (partial || a->branch) {
-            for (int i = 0; i < 8; i++)
-                x[u][i] = sala_round(x[u][i] + sala_round(sala_round(branch[u][i]) * a->scale));
-            *(uint4 *)(a->x + at + c) = sala_pack8(x[u]);
-        }
-        for (int i = 0; i < 8; i++) sum = fmaf(x[u][i], x[u][i], sum);
-    }
-    float inverse = 1.0f / sqrtf(sala_block_sum(sum, shared) / (float)a->width + a->eps);
-#pragma unroll
-    for (int u = 0; u < SALA_NORM_UNITS; u++) {
-        int c = sala_norm_column(u);
-        float w[8], y[8];
-        if (c >= a->width) continue;
-        sala_unpack8(w, weight[u]);
-        for (int i = 0; i < 8; i++) {
-            y[i] = sala_round(x[u][i] * inverse) * w[i];
-            if (a->divisor != 1) y[i] = sala_round(y[i]) / a->divisor;
-        }
-        *(uint4 *)(a->y + at + c) = sala_pack8(y);
-    }
+    if (a->divisor != 1) // once a step, before the head
+#pragma unroll 1
+        for (int c = thread * 4; c < width; c += SALA_NORM_STEP)
+#pragma unroll 1
+            for (int i = 0; i < 4; i++)
+                a->y[at + c + i] = sala_f32_bf16(sala_bf16_f32(a->y[at + c + i]) / a->divisor);
+    __syncthreads(); // another row may come
 }
 
 // Grid: one block a row. Twin: sala__op_norm.
-extern "C" __global__ void __launch_bounds__(256, 2)
+extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
     sala_norm(const __grid_constant__ sala_norm_args a) {
     sala_launch_next();
     sala_wait_grid();
-    sala_norm_row(&a, nullptr, 0, (int)blockIdx.x, (float *)sala_shared());
+    sala_norm_row(&a, nullptr, 0, (int)blockIdx.x);
 }
 
-// The last blocks of gemm_norm to arrive finish the rows, when all have arrived. They wait while
-// others run, which cannot lock: at most half of the grid waits, so not more blocks than there are
-// multiprocessors, and as long as somebody is missing at least one fewer; the blocks of the next
-// kernel start only when all of this one have.
-SALA_DEVICE void sala_gemm_finish(const sala_gemm_norm_args *a, int splits) {
-    int *place = (int *)sala_shared() + 32, grid = (int)gridDim.x;
-    int finishers = a->norm.rows < (grid + 1) / 2 ? a->norm.rows : (grid + 1) / 2;
+// The last blocks of a product with a norm to arrive finish the rows, when all have arrived. They
+// wait while others run, which cannot lock: at most half of the grid waits, so not more blocks than
+// there are multiprocessors, and as long as somebody is missing at least one fewer; the blocks of
+// the next kernel start only when all of this one have.
+SALA_DEVICE void sala_gemm_finish(const sala_product_args *a) {
+    int *place = (int *)sala_shared(), grid = (int)gridDim.x, rows = a->norm.rows;
+    int finishers = rows < (grid + 1) / 2 ? rows : (grid + 1) / 2;
     SALA_COPY_WAIT(0);
     __syncthreads(); // all partial sums are written, and shared memory is free
     if (threadIdx.x == 0) {
-        *place = sala_arrive(&a->arrivals[0]) - (grid - finishers);
-        if (*place >= 0) sala_await(&a->arrivals[0], grid);
+        int mine = sala_arrive(&a->arrivals[0]) - (grid - finishers);
+        if (mine >= 0) sala_await(&a->arrivals[0], grid);
+        *place = mine;
     }
     __syncthreads();
-    if (*place < 0) return;
-    for (int row = *place; row < a->norm.rows; row += finishers)
-        sala_norm_row(&a->norm, a->partial, splits, row, (float *)sala_shared());
+    int row = *place;
+    __syncthreads();
+    if (row < 0) return;
+#pragma unroll 1
+    for (; row < rows; row += finishers) sala_norm_row(&a->norm, a->partial, a->splits, row);
     if (threadIdx.x == 0 && atomicAdd(&a->arrivals[1], 1) == finishers - 1)
         a->arrivals[0] = a->arrivals[1] = 0; // the last one out
 }
 
-// A product whose k is split so that a narrow one feeds all multiprocessors, then residual and
-// norm. Grid as sala_gemm; the partial sums make splits * rows * width * 8 bytes of L2 traffic.
-// Twin: sala__op_gemm_norm.
+// y = x w^T for up to four weights; or with SwiGLU behind it (gate and up in turn, eight rows each,
+// so the lane that has a gate has its up); or, k split so that a narrow product feeds all
+// multiprocessors, with residual and norm. Grid: min(items, 2 * multiprocessors). Reads the weights
+// once for every 64 rows of x. Twins: sala__op_gemm, sala__op_gemm_swiglu, sala__op_gemm_norm.
 extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
-    sala_gemm_norm(const __grid_constant__ sala_gemm_norm_args a) {
+    sala_gemm(const __grid_constant__ sala_product_args a) {
     sala_launch_next();
-    int splits = sala_gemm_splits(a.w.n, a.w.k);
-    sala_gemm_job job = {a.norm.rows, 0, 1, 0, splits, 0, 0, a.input, &a.w, nullptr, a.partial};
-    sala_gemm_plan(&job);
-    sala_gemm_run(&job);
-    sala_gemm_finish(&a, splits);
+    sala_gemm_run(&a);
+    if (a.kind == SALA_PRODUCT_NORM) sala_gemm_finish(&a);
 }
 
 
@@ -770,8 +769,8 @@ SALA_DEVICE void sala_gla_step(float4 s[4], uint2 k_pairs, uint2 v_pairs, float 
     }
 }
 
-// Sums of S q over the keys of the warp, always in the same order: a thread's four keys by fma, then
-// over the eight key groups, halving the columns at each exchange. Lanes without bit 2 write.
+// Sums of S q over the keys of the warp, always in the same order: a thread's four keys by fma,
+// then over the eight key groups, halving the columns at each exchange. Lanes without bit 2 write.
 SALA_DEVICE void sala_gla_output(const float4 s[4], uint2 q_pairs, float *o) {
     float q[4], x = 0, y = 0, z = 0, w = 0;
     int lane = (int)threadIdx.x & 31;
@@ -1094,13 +1093,15 @@ SALA_DEVICE int sala_view_page(const sala_view *v, int block) {
     return block * MODEL.block < v->stored ? v->pages[block] : 0;
 }
 
-// Key or value at position u: in `page`, that of its block, or with a node of the row's path.
-SALA_DEVICE const sala_act *sala_view_key(const sala_view *v, const sala_act *pool,
-                                          const sala_act *nodes, int head, int page, int u) {
-    if (u < v->stored)
-        return pool +
-               (((int64_t)page * MODEL.kv_heads + head) * MODEL.block + u % MODEL.block) * 128;
-    return nodes + ((int64_t)v->path[u - v->stored] * MODEL.kv_heads + head) * 128;
+// Where the key and the value of position u lie, given the page of its block: the number of the
+// vector in the pools, or ~number among the nodes (of the row's path).
+SALA_DEVICE int sala_view_place(const sala_view *v, int head, int page, int u) {
+    if (u < v->stored) return (page * MODEL.kv_heads + head) * MODEL.block + u % MODEL.block;
+    return ~(v->path[u - v->stored] * MODEL.kv_heads + head);
+}
+
+SALA_DEVICE const sala_act *sala_at_place(const sala_act *pool, const sala_act *nodes, int place) {
+    return place >= 0 ? pool + (int64_t)place * 128 : nodes + (int64_t)~place * 128;
 }
 
 SALA_DEVICE int sala_tier_of(int tier, int n) { // rows of a tier that n tokens complete
@@ -1108,7 +1109,7 @@ SALA_DEVICE int sala_tier_of(int tier, int n) { // rows of a tier that n tokens 
     return sala_tier_rows(&m, tier, n);
 }
 
-// Does row `v` need its blocks scored: can selection drop any?
+// Can selection drop any block of a token at this position?
 SALA_DEVICE bool sala_selects(int position) {
     return position + 1 >= MODEL.dense_len && position / MODEL.block + 1 > MODEL.top_k;
 }
@@ -1139,8 +1140,8 @@ SALA_DEVICE float sala_quad_sum(float x) {
 }
 
 // ---- products of a group's queries and keys ----
-// A dot product does not care about the order of the dims: lane c of a quad takes dims 8c .. 8c+7 of
-// each run of 32, for queries and for keys, which so come as 16 contiguous bytes.
+// A dot product does not care about the order of the dims: lane c of a quad takes dims 8c .. 8c+7
+// of each run of 32, for queries and for keys, which so come as 16 contiguous bytes.
 
 // The queries of a group (from its first head on) as the A operand; rows beyond the group are zero.
 SALA_DEVICE void sala_query_load(uint32_t a[8][4], const sala_act *q) {
@@ -1157,12 +1158,14 @@ SALA_DEVICE void sala_query_load(uint32_t a[8][4], const sala_act *q) {
     }
 }
 
-// This lane's part of a key, of which it knows the address; NULL gives zeros.
-SALA_DEVICE void sala_key_load(uint4 k[4], const sala_act *key) {
+// This lane's part of a key; zeros if it is not there.
+SALA_DEVICE void sala_key_load(uint4 k[4], const sala_act *key, bool there) {
     int c = (int)threadIdx.x & 3;
 #pragma unroll
-    for (int run = 0; run < 4; run++)
-        k[run] = key ? *(const uint4 *)(key + run * 32 + c * 8) : make_uint4(0, 0, 0, 0);
+    for (int run = 0; run < 4; run++) {
+        k[run] = make_uint4(0, 0, 0, 0);
+        if (there) k[run] = *(const uint4 *)(key + run * 32 + c * 8);
+    }
 }
 
 // d[head][key] = q . k * attn_scale for eight keys.
@@ -1191,7 +1194,8 @@ SALA_DEVICE sala_act sala_tier_mean(const sala_select_args *a, const sala_view *
         int page = sala_view_page(v, run / MODEL.block);
 #pragma unroll
         for (int u = run; u < run + 16; u++)
-            sum += sala_load(sala_view_key(v, a->pages.k, a->nodes.k, head, page, u)[x]);
+            sum += sala_load(
+                sala_at_place(a->pages.k, a->nodes.k, sala_view_place(v, head, page, u))[x]);
     }
     return sala_store(sum / (float)kernel);
 }
@@ -1225,9 +1229,11 @@ SALA_DEVICE void sala_normaliser_warp(sala_normaliser_shared *shared, const floa
 #pragma unroll
     for (int half = 0; half < 2; half++) { // heads lane / 4 and lane / 4 + 8
         float max = -SALA_INFINITY, sum = 0;
+#pragma unroll
         for (int i = 0; i < 4; i++)
             if (i / 2 * 8 + 2 * c + i % 2 < visible) max = fmaxf(max, s[i / 2][2 * half + i % 2]);
         max = sala_quad_max(max);
+#pragma unroll
         for (int i = 0; i < 4; i++)
             if (i / 2 * 8 + 2 * c + i % 2 < visible) sum += expf(s[i / 2][2 * half + i % 2] - max);
         sum = sala_quad_sum(sum);
@@ -1258,7 +1264,7 @@ SALA_DEVICE void sala_normaliser_part(const sala_select_args *a, const sala_view
         int row = first + 8 * i + (lane >> 2);
         int64_t at = (int64_t)__shfl_sync(0xFFFFFFFFu, page, 8 * i + (lane >> 2)) * MODEL.kv_heads;
         const sala_act *key = row < in_pages ? a->pages.tier2 + (at + head) * 128 : shared->own;
-        sala_key_load(k[i], row < rows ? key : NULL);
+        sala_key_load(k[i], key, row < rows);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) sala_score_tile(s[i], q, k[i]);
@@ -1298,8 +1304,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 }
 
 // ---- selection, 2: block scores ----
-// The page of block b holds rows 4b-1 .. 4b+2 of tier 1: those whose last token lies in b. A tile of
-// eight rows is two pages; a part of 128 blocks is 64 tiles, and the first row of the next page,
+// The page of block b holds rows 4b-1 .. 4b+2 of tier 1: those whose last token lies in b. A tile
+// of eight rows is two pages; a part of 128 blocks is 64 tiles, and the first row of the next page,
 // which its last block shares with the next part: both compute it alike.
 
 #define SALA_SCORE_ROUNDS 9 // tiles of a warp: the ninth is warp 0's, for the shared row
@@ -1333,21 +1339,37 @@ SALA_DEVICE void sala_score_lse(const sala_select_args *a, const sala_view *v, i
     if (i == 0) lse[h] = max + logf(sum);
 }
 
-// This lane's key of a warp's tile in round i. Lane 2i + half of the warp holds the tile's pages.
-SALA_DEVICE void sala_score_load(uint4 k[4], const sala_select_args *a, const sala_view *v,
-                                 int head, int first_block, int i, int lane_page) {
-    int g = ((int)threadIdx.x & 31) >> 2, tile = ((int)threadIdx.x >> 5) + 8 * i;
-    int page = __shfl_sync(0xFFFFFFFFu, lane_page, 2 * i + (g >> 2));
-    int j = 4 * first_block - 1 + 8 * tile + g, last = 16 * j + 31;
-    const sala_act *key = NULL;
-    if (j >= 0 && last <= v->position && (tile < 64 || (tile == 64 && g == 0))) {
-        if (last < v->stored)
-            key = a->pages.tier1 + (((int64_t)page * MODEL.kv_heads + head) * 4 + (g & 3)) * 128;
-        else
-            key =
-                a->nodes.tier1 + ((int64_t)v->path[last - v->stored] * MODEL.kv_heads + head) * 128;
+// What a lane must know to load its keys of the warp's tiles: tile warp + 8i in round i.
+typedef struct sala_score_lane {
+    const sala_act *pool; // its slot of page 0
+    const sala_act *own;  // row own_row, which lies with a node of the path
+    int own_row, rows;    // rows: that the token sees
+    int row;              // its row in round 0, 64 more each round
+    int page;             // lane 2i + half: page of the tile's first or second block in round i
+} sala_score_lane;
+
+SALA_DEVICE sala_score_lane sala_score_lane_of(const sala_select_args *a, const sala_view *v,
+                                               int head, int first_block) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, g = lane >> 2;
+    int block = first_block + 2 * (warp + 8 * (lane >> 1)) + (lane & 1);
+    int rows = sala_tier_of(1, v->position + 1);
+    sala_score_lane l = {a->pages.tier1 + (head * 4 + (g & 3)) * 128, NULL, -2, rows,
+                         4 * first_block - 1 + 8 * warp + g,          0};
+    if (block <= first_block + SALA_SELECT_PART) l.page = sala_view_page(v, block);
+    if (rows > sala_tier_of(1, v->stored)) { // at most one: paths are short
+        int node = v->path[16 * (rows - 1) + 31 - v->stored];
+        l.own = a->nodes.tier1 + ((int64_t)node * MODEL.kv_heads + head) * 128;
+        l.own_row = rows - 1;
     }
-    sala_key_load(k, key);
+    return l;
+}
+
+SALA_DEVICE void sala_score_load(uint4 k[4], const sala_score_lane *l, int i) {
+    int g = ((int)threadIdx.x & 31) >> 2, j = l->row + 64 * i;
+    int page = __shfl_sync(0xFFFFFFFFu, l->page, 2 * i + (g >> 2));
+    const sala_act *key = l->pool + (int64_t)page * (MODEL.kv_heads * 4 * 128);
+    if (j == l->own_row) key = l->own;
+    sala_key_load(k, key, j >= 0 && j < l->rows && (i < SALA_SCORE_ROUNDS - 1 || threadIdx.x < 4));
 }
 
 // sum[x] = sum over the heads of the group of exp(score - lse), always the same tree.
@@ -1377,16 +1399,15 @@ SALA_DEVICE float sala_score_pool(const sala_view *v, int first_block, int b, co
 SALA_DEVICE void sala_score_part(const sala_select_args *a, const sala_view *v, int head, int part,
                                  sala_score_shared *shared) {
     int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
-    int first = part * SALA_SELECT_PART, block = first + 2 * (warp + 8 * (lane >> 1)) + (lane & 1);
-    int n1 = sala_tier_of(1, v->position + 1);
+    int first = part * SALA_SELECT_PART;
     bool seen = sala_tier_of(2, v->position + 1) > 0; // no row of tier 2: all scores are 0
-    int page = block <= first + SALA_SELECT_PART ? sala_view_page(v, block) : 0;
+    sala_score_lane l = sala_score_lane_of(a, v, head, first);
     uint32_t q[8][4];
     uint4 k[SALA_SCORE_AHEAD][4];
 #pragma unroll
-    for (int i = 0; i < SALA_SCORE_AHEAD; i++) sala_score_load(k[i], a, v, head, first, i, page);
-    sala_query_load(q, a->q + ((int64_t)v->row * MODEL.heads + head * SALA_GROUP) * 128);
+    for (int i = 0; i < SALA_SCORE_AHEAD; i++) sala_score_load(k[i], &l, i);
     sala_score_lse(a, v, head, shared->lse);
+    sala_query_load(q, a->q + ((int64_t)v->row * MODEL.heads + head * SALA_GROUP) * 128);
     __syncthreads();
     float lse = seen ? shared->lse[lane >> 2] : SALA_INFINITY;
     float lse8 = seen ? shared->lse[(lane >> 2) + 8] : SALA_INFINITY;
@@ -1394,10 +1415,10 @@ SALA_DEVICE void sala_score_part(const sala_select_args *a, const sala_view *v, 
     for (int i = 0; i < SALA_SCORE_ROUNDS; i++) {
         int tile = warp + 8 * i;
         float d[4];
-        if (tile > 64 || 4 * first - 1 + 8 * tile >= n1) break;
+        if (tile > 64 || 4 * first - 1 + 8 * tile >= l.rows) break;
         sala_score_tile(d, q, k[i % SALA_SCORE_AHEAD]);
         if (i + SALA_SCORE_AHEAD < SALA_SCORE_ROUNDS)
-            sala_score_load(k[i % SALA_SCORE_AHEAD], a, v, head, first, i + SALA_SCORE_AHEAD, page);
+            sala_score_load(k[i % SALA_SCORE_AHEAD], &l, i + SALA_SCORE_AHEAD);
         sala_score_heads(d, lse, lse8, shared->sum + 8 * tile);
     }
     __syncthreads();
@@ -1470,13 +1491,13 @@ SALA_DEVICE void sala_top_digit(sala_top_shared *shared, int need) {
     __syncthreads();
 }
 
-// The k largest of n values, the lower index first among equals, ascending: sala__top_k. Radix
-// select in four passes, then every warp writes what it takes of its own run of values.
-SALA_DEVICE void sala_top_k(const float *value, int n, int k, int32_t *out,
-                            sala_top_shared *shared) {
-    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, run = (n + 1023) / 1024 * 32;
-    int begin = warp * run, end = min(begin + run, n), need = k, above = 0, equal = 0;
-    uint32_t prefix = 0, mask = 0, below = (1u << lane) - 1;
+// What a radix select of four passes finds: the k-th largest key of n values, and how many values
+// that are equal to it belong to the k. Each warp reads a run of values.
+SALA_DEVICE uint32_t sala_top_threshold(const float *value, int begin, int end, int k, int *ties,
+                                        sala_top_shared *shared) {
+    int lane = (int)threadIdx.x & 31;
+    uint32_t prefix = 0, mask = 0;
+    *ties = k;
     for (int shift = 24; shift >= 0; shift -= 8) {
         for (int i = (int)threadIdx.x; i < 256 * 32; i += 1024) shared->histogram[i >> 5][lane] = 0;
         __syncthreads();
@@ -1486,28 +1507,38 @@ SALA_DEVICE void sala_top_k(const float *value, int n, int k, int32_t *out,
             if ((key & mask) == prefix) atomicAdd(&shared->histogram[key >> shift & 255][lane], 1);
         }
         __syncthreads();
-        sala_top_digit(shared, need);
-        need = shared->need;
+        sala_top_digit(shared, *ties);
+        *ties = shared->need;
         prefix |= (uint32_t)shared->digit << shift;
         mask |= 255u << shift;
     }
+    return prefix;
+}
+
+// The k largest of n values, the lower index first among equals, ascending: sala__top_k. Every warp
+// counts and then lists what it takes of its run.
+SALA_DEVICE void sala_top_k(const float *value, int n, int k, int32_t *out,
+                            sala_top_shared *shared) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, run = (n + 1023) / 1024 * 32;
+    int begin = warp * run, end = min(begin + run, n), above = 0, equal = 0, ties;
+    uint32_t threshold = sala_top_threshold(value, begin, end, k, &ties, shared);
 #pragma unroll 4
     for (int i = begin; i < end; i += 32) {
         uint32_t key = i + lane < end ? sala_top_key(value[i + lane]) : 0;
-        above += __popc(__ballot_sync(0xFFFFFFFFu, i + lane < end && key > prefix));
-        equal += __popc(__ballot_sync(0xFFFFFFFFu, i + lane < end && key == prefix));
+        above += __popc(__ballot_sync(0xFFFFFFFFu, i + lane < end && key > threshold));
+        equal += __popc(__ballot_sync(0xFFFFFFFFu, i + lane < end && key == threshold));
     }
     if (lane == 0) shared->warp[0][warp] = above, shared->warp[1][warp] = equal;
     __syncthreads();
     above = equal = 0;
     for (int w = 0; w < warp; w++) above += shared->warp[0][w], equal += shared->warp[1][w];
     for (int i = begin; i < end; i += 32) {
-        uint32_t key = i + lane < end ? sala_top_key(value[i + lane]) : 0;
-        uint32_t over = __ballot_sync(0xFFFFFFFFu, i + lane < end && key > prefix);
-        uint32_t same = __ballot_sync(0xFFFFFFFFu, i + lane < end && key == prefix);
-        int before = above + __popc(over & below), ties = equal + __popc(same & below);
-        if (over >> lane & 1 || (same >> lane & 1 && ties < need))
-            out[before + min(ties, need)] = i + lane;
+        uint32_t key = i + lane < end ? sala_top_key(value[i + lane]) : 0, below = (1u << lane) - 1;
+        uint32_t over = __ballot_sync(0xFFFFFFFFu, i + lane < end && key > threshold);
+        uint32_t same = __ballot_sync(0xFFFFFFFFu, i + lane < end && key == threshold);
+        int tie = equal + __popc(same & below);
+        if (over >> lane & 1 || (same >> lane & 1 && tie < ties))
+            out[above + __popc(over & below) + min(tie, ties)] = i + lane;
         above += __popc(over);
         equal += __popc(same);
     }
@@ -1550,55 +1581,46 @@ SALA_DEVICE int sala_attend_entries(const sala_attend_args *a, int row, int head
     return count < 0 ? a->rows->position[row] / MODEL.block + 1 : count;
 }
 
-// Start the copy of a block's values to shared memory; tokens that the row does not see are zeros.
-SALA_DEVICE void sala_attend_values(const sala_attend_args *a, const sala_view *v, int head,
-                                    int block, int page, sala_act *to) {
-    int lane = (int)threadIdx.x & 31, piece = lane & 15;
-#pragma unroll 8
-    for (int t = lane >> 4; t < 64; t += 2) {
-        int u = block * 64 + t;
-        bool visible = u <= v->position;
-        const sala_act *from =
-            visible ? sala_view_key(v, a->pages.v, a->nodes.v, head, page, u) : a->pages.v;
-        sala_copy16_or_zero(to + t * 128 + (piece ^ (t & 7)) * 8, from + piece * 8, visible);
+// A block's keys to registers, its values to shared memory in the background: all at once, latency
+// is what counts. Lane 4g + c takes 64 bytes of each token 8i + g; unseen tokens are zeros.
+SALA_DEVICE void sala_attend_load(const sala_attend_args *a, const sala_view *v, int head,
+                                  int block, uint4 k[8][4], sala_act *values) {
+    int lane = (int)threadIdx.x & 31, g = lane >> 2, page = sala_view_page(v, block);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        int u = block * 64 + 8 * i + g;
+        bool seen = u <= v->position;
+        int place = seen ? sala_view_place(v, head, page, u) : 0;
+        const sala_act *from = sala_at_place(a->pages.v, a->nodes.v, place);
+        sala_key_load(k[i], sala_at_place(a->pages.k, a->nodes.k, place), seen);
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            int piece = 4 * (r ^ (g & 1)) + (lane & 3); // neighbours in different banks
+            sala_copy16_or_zero(values + (8 * i + g) * 128 + (piece ^ g) * 8, from + piece * 8,
+                                seen);
+        }
     }
     sala_copy_commit();
 }
 
-// Scores of a block's 64 tokens: s[tile][..] as sala_mma's result.
-SALA_DEVICE void sala_attend_scores(const sala_attend_args *a, const sala_view *v, int head,
-                                    int block, sala_act *values, float s[8][4]) {
-    int g = ((int)threadIdx.x & 31) >> 2, page = sala_view_page(v, block);
-    uint32_t q[8][4];
-    uint4 k[8][4]; // all of the block's keys at once: latency is what counts
-#pragma unroll
-    for (int t = 0; t < 8; t++) {
-        int u = block * 64 + 8 * t + g;
-        sala_key_load(k[t], u <= v->position
-                                ? sala_view_key(v, a->pages.k, a->nodes.k, head, page, u)
-                                : NULL);
-    }
-    sala_attend_values(a, v, head, block, page, values);
-    sala_query_load(q, a->q + ((int64_t)v->row * MODEL.heads + head * SALA_GROUP) * 128);
-#pragma unroll
-    for (int t = 0; t < 8; t++) sala_score_tile(s[t], q, k[t]);
-}
-
-// Scores to exp(score - maximum), 0 for the tokens beyond `visible`; maximum and sum of heads g, g+8.
+// Scores to exp(score - maximum), 0 for the tokens from `visible` (> 0) on; maximum and sum of
+// heads g and g + 8.
 SALA_DEVICE void sala_attend_softmax(float s[8][4], int visible, float max[2], float sum[2]) {
     int c = (int)threadIdx.x & 3;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         max[half] = -SALA_INFINITY, sum[half] = 0;
 #pragma unroll
-        for (int i = 0; i < 16; i++)
-            if (i / 2 * 8 + 2 * c + i % 2 < visible)
-                max[half] = fmaxf(max[half], s[i / 2][2 * half + i % 2]);
+        for (int i = 0; i < 16; i++) {
+            float *x = &s[i / 2][2 * half + i % 2];
+            if (i / 2 * 8 + 2 * c + i % 2 >= visible) *x = -SALA_INFINITY;
+            max[half] = fmaxf(max[half], *x);
+        }
         max[half] = sala_quad_max(max[half]);
 #pragma unroll
         for (int i = 0; i < 16; i++) {
             float *x = &s[i / 2][2 * half + i % 2];
-            *x = i / 2 * 8 + 2 * c + i % 2 < visible ? expf(*x - max[half]) : 0;
+            *x = expf(*x - max[half]);
             sum[half] += *x;
         }
         sum[half] = sala_quad_sum(sum[half]);
@@ -1630,7 +1652,12 @@ SALA_DEVICE void sala_attend_block(const sala_attend_args *a, const sala_view *v
                                    int block, sala_attend_shared *shared) {
     int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
     float s[8][4], o[16][4], max[2], sum[2], *to = shared->warp[warp].o;
-    sala_attend_scores(a, v, head, block, shared->warp[warp].v, s);
+    uint32_t q[8][4];
+    uint4 k[8][4];
+    sala_attend_load(a, v, head, block, k, shared->warp[warp].v);
+    sala_query_load(q, a->q + ((int64_t)v->row * MODEL.heads + head * SALA_GROUP) * 128);
+#pragma unroll
+    for (int i = 0; i < 8; i++) sala_score_tile(s[i], q, k[i]);
     sala_attend_softmax(s, v->position + 1 - block * 64, max, sum);
 #pragma unroll
     for (int n = 0; n < 16; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0;
@@ -1670,8 +1697,8 @@ SALA_DEVICE void sala_attend_merge(const sala_attend_args *a, const sala_view *v
     }
 }
 
-// Attention of a row over four listed blocks, a warp each. Reads 32 KiB a block, writes 8 KiB a part
-// of 16 heads. Twin: sala__op_attend, whose P is FP32.
+// Attention of a row over four listed blocks, a warp each. Reads 32 KiB a block, writes 8 KiB a
+// part of 16 heads. Twin: sala__op_attend, whose P is FP32.
 extern "C" __global__ void __launch_bounds__(128, 2)
     sala_attend(const __grid_constant__ sala_attend_args a) {
     sala_launch_next();
@@ -1729,8 +1756,8 @@ SALA_DEVICE uint2 sala_combine_head(const sala_attend_args *a, int row, int head
 }
 
 // The parts of a row's attention to one, then norm and gate. One warp a head; the blocks of a row
-// (gridDim.y) share its heads, which only one block may do if there is a norm. Reads 512 bytes a part
-// and head. Twin: the end of sala__op_attend_tile, sala__op_gate.
+// (gridDim.y) share its heads; a norm needs them in one block. Reads 512 bytes a part and head.
+// Twin: the end of sala__op_attend_tile, sala__op_gate.
 extern "C" __global__ void __launch_bounds__(256, 2)
     sala_attend_combine(const __grid_constant__ sala_attend_args a) {
     sala_launch_next();
@@ -1781,7 +1808,7 @@ typedef struct sala_sample_memory { // of the block, in shared memory
         found_weight; // what sala_histogram_find found: weight before the bin and
     uint32_t found_bin, found_skipped, found_number; // in it; number of tokens before and in it
     int32_t listed;
-    int32_t path[SALA_MAX_PATH]; // tokens of the tree path above the row, without the root
+    int32_t path[SALA_MAX_PATH]; // tokens at the end of the row's path that counts do not hold
 } sala_sample_memory;
 static_assert(sizeof(sala_sample_memory) <= SALA_SAMPLE_SHARED, "SALA_SAMPLE_SHARED is too small");
 
@@ -2079,11 +2106,12 @@ SALA_DEVICE sala_choice sala_sample_row(const sala_sample_args *a, int32_t r,
     c.path = m->path;
     c.path_count = 0;
     c.largest = 0;
+    if (!c.counts || c.s.ahead == 0) return c;
     const sala_rows *rows = a->rows;
-    if (!c.counts || !rows->verify) return c;
-    c.path_count = rows->position[r] - rows->seqs[rows->seq[r]].stored;
-    if ((int)threadIdx.x < c.path_count)
-        m->path[threadIdx.x] = rows->token[rows->path[r * SALA_MAX_PATH + 1 + (int)threadIdx.x]];
+    int32_t depth = rows->position[r] - rows->seqs[rows->seq[r]].stored, lane = (int)threadIdx.x;
+    c.path_count = c.s.ahead;
+    if (lane < c.s.ahead)
+        m->path[lane] = rows->token[rows->path[r * SALA_MAX_PATH + depth - lane]];
     __syncthreads();
     return c;
 }
@@ -2096,7 +2124,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     sala_wait_grid();
     sala_sample_memory *m = (sala_sample_memory *)sala_shared();
     int32_t r = (int)blockIdx.x;
-    if (r >= a.rows->count) return;
+    if (r >= a.rows->count || a.sampling[r].slot < 0) return;
     sala_choice c = sala_sample_row(&a, r, m);
     int32_t token = sala_sample_largest(&c, m);
     if (token < 0 || !(c.s.temperature > 0)) {
@@ -2129,9 +2157,10 @@ SALA_DEVICE int32_t sala_round_up(int32_t n, int32_t to) {
 // One lane's share of a packed row tile and a run of 32 k (see sala_packed): k 8c .. 8c+7 of rows g
 // (`low`) and g + 8 (`high`), of which one may belong to another call.
 SALA_DEVICE void sala_store_packed(uint16_t *to, int32_t tile, int32_t run, int32_t lane,
-                                   int32_t columns, uint4 low, uint4 high, bool has_low,
+                                   int32_t rows, uint4 low, uint4 high, bool has_low,
                                    bool has_high) {
-    uint4 *at = (uint4 *)(to + ((int64_t)tile * (columns / 16) + run * 2) * 256) + lane;
+    int64_t stage = (int64_t)(run >> 1) * ((rows + 63) >> 6) + (tile >> 2);
+    uint4 *at = (uint4 *)(to + stage * 4096 + ((tile & 3) * 4 + (run & 1) * 2) * 256) + lane;
     if (has_low && has_high) {
         at[0] = make_uint4(low.x, high.x, low.y, high.y);
         at[32] = make_uint4(low.z, high.z, low.w, high.w);
@@ -2233,7 +2262,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
         if (p.mine[i] && p.row[i] < end)
             value[i] = sala_load8(a.from, (int64_t)(p.row[i] - a.first) * a.k + p.k, a.format);
     }
-    sala_store_packed(a.to, p.tile, p.run, p.lane, a.k, value[0], value[1], p.mine[0], p.mine[1]);
+    sala_store_packed(a.to, p.tile, p.run, p.lane, a.pair > 0 ? 2 * a.n : a.n, value[0], value[1], p.mine[0], p.mine[1]);
 }
 
 // Synthetic weights, row-major: eight elements a thread.
@@ -2270,7 +2299,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
         if (p.mine[i] && p.row[i] < a.n)
             value[i] = sala_fill8(&a, (uint64_t)p.row[i] * (uint64_t)a.k + (uint64_t)p.k);
     }
-    sala_store_packed(a.to, p.tile, p.run, p.lane, a.k, value[0], value[1], p.mine[0], p.mine[1]);
+    sala_store_packed(a.to, p.tile, p.run, p.lane, pair ? 2 * a.n : a.n, value[0], value[1], p.mine[0], p.mine[1]);
 }
 
 

@@ -119,13 +119,15 @@ typedef struct sala_hooks {
 } sala_hooks;
 
 typedef struct sala_options {
-    const char *device; // "auto" (default) or "cpu"
+    const char *device; // "auto" (default: a GPU if one can be used, else the log says why not),
+                        // "cpu", "cuda" or "cuda:N"
     int threads;        // CPU threads; default: the processors this process may use
     int max_sequences;  // sequences resident at once, 1..256; default 8
     int64_t context;    // longest sequence in tokens; default 32768
     int64_t kv_tokens;  // tokens of KV cache for all sequences together; default: one full context
                         // and 4096 for each further sequence
-    int64_t memory_limit; // bytes taken beyond the mapped weights; default: what is free
+    int64_t memory_limit; // bytes taken beyond the mapped weights, on a GPU with the weights;
+                          // default: what is free
     int chunk;            // prefill chunk, a multiple of 64; default 2048
     int dense_len;     // sparse layers are dense below this many tokens; default: from the model;
                        // SALA_DENSE_NEVER: sparse from the first token
@@ -315,7 +317,7 @@ SALA_API int sala_next_event(sala *engine, sala_event *event);
 
 typedef struct sala_info {
     const char *path;          // as opened
-    const char *device;        // "CPU, 2 threads, AVX-512"
+    const char *device;        // "CPU, 2 threads, AVX-512", "cuda:0, NVIDIA H200, ..."
     const char *weight_format; // "BF16"
     const char *chat_template; // "chatml" or "none"
     int vocab, hidden, layers, sparse_layers, lightning_layers, heads, kv_heads, head_dim;
@@ -6608,8 +6610,10 @@ typedef struct sala__gpu {
     int rows, seqs; // bucket of the pass that is being launched
     int tree_slots; // saved states of branching trees, see sala_gla_verify; 0 for chains
     int early;      // kernels may start while the one before them ends (PDL)
-    int only;       // benchmarks: 1 + the one kernel that is launched, 0: all
+    int variant;    // kind of a product, for the next line
+    int only;       // benchmarks: 1 + 4 * kernel + variant that is launched alone, 0: all
     int launches;
+    int *log; // benchmarks: or NULL; [1024] 4 * kernel + variant of each launch
     sala__cuda_kernel kernels[SALA__KERNEL_COUNT];
     sala_error error; // the first of a pass's launches
     sala__graph graphs[SALA__GRAPHS];
@@ -6621,7 +6625,10 @@ typedef struct sala__gpu {
 static void sala__launch(sala__gpu *g, int kernel, unsigned x, unsigned y, unsigned z,
                          size_t shared, const void *args, size_t args_size) {
     (void)args_size;
-    if (g->error.code || x == 0 || y == 0 || z == 0 || (g->only && g->only != kernel + 1)) return;
+    if (g->error.code || x == 0 || y == 0 || z == 0 ||
+        (g->only && g->only != 1 + 4 * kernel + g->variant))
+        return;
+    if (g->log && g->launches < 1024) g->log[g->launches] = 4 * kernel + g->variant;
     g->launches++;
     sala__cuda_launch(&g->cuda, &g->kernels[kernel], x, y, z, sala__kernels[kernel].threads,
                       (unsigned)shared, args, g->early, &g->error);
@@ -6677,38 +6684,61 @@ static void sala__launch_commit(sala__gpu *g, const sala_commit_args *a) {
                  a, sizeof *a);
 }
 
-static void sala__launch_norm(sala__gpu *g, const sala_norm_args *a) {
-    sala__launch(g, SALA__KERNEL_norm, a->rows, 1, 1, 8 * 4, a, sizeof *a); // a float a warp
-}
+// ---- launches: matrix products and norms ----
 
-// Blocks of a product: one for each item, at most two a multiprocessor (gemm_norm counts on that).
-static unsigned sala__weight_grid(const sala__gpu *g, int rows, int64_t tiles) {
-    int64_t items = tiles * ((rows + SALA_GEMM_TOKENS - 1) / SALA_GEMM_TOKENS);
-    int64_t most = 2 * (int64_t)g->multiprocessors;
-    return (unsigned)(items < most ? items : most);
-}
-
-static int sala__weight_tiles(int n) {
-    return (n + SALA_GEMM_ROWS - 1) / SALA_GEMM_ROWS;
+// What all products have in common. Two blocks a multiprocessor take the items in turn.
+static void sala__launch_product(sala__gpu *g, sala_product_args *a) {
+    int pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1, tiles = 0;
+    a->splits = 1;
+    if (a->kind == SALA_PRODUCT_NORM) a->splits = sala_gemm_splits(a->gemm.w[0].n, a->gemm.w[0].k);
+    for (int i = 0; i < a->gemm.count; i++) {
+        a->tiles[i] = (pair * a->gemm.w[i].n + SALA_GEMM_ROWS - 1) / SALA_GEMM_ROWS;
+        tiles += a->tiles[i];
+    }
+    a->row_tiles = (a->gemm.rows + SALA_GEMM_TOKENS - 1) / SALA_GEMM_TOKENS;
+    a->items = tiles * a->splits * a->row_tiles;
+    int blocks = a->items < 2 * g->multiprocessors ? a->items : 2 * g->multiprocessors;
+    g->variant = a->kind;
+    sala__launch(g, SALA__KERNEL_gemm, (unsigned)blocks, 1, 1, SALA_GEMM_SHARED, a, sizeof *a);
+    g->variant = 0;
 }
 
 static void sala__launch_gemm(sala__gpu *g, const sala_gemm_args *a) {
-    int64_t tiles = 0;
-    for (int i = 0; i < a->count; i++) tiles += sala__weight_tiles(a->w[i].n);
-    sala__launch(g, SALA__KERNEL_gemm, sala__weight_grid(g, a->rows, tiles), 1, 1, SALA_GEMM_SHARED,
-                 a, sizeof *a);
-}
-
-static void sala__launch_gemm_norm(sala__gpu *g, const sala_gemm_norm_args *a) {
-    int tiles = sala__weight_tiles(a->w.n) * sala_gemm_splits(a->w.n, a->w.k);
-    sala__launch(g, SALA__KERNEL_gemm_norm, sala__weight_grid(g, a->norm.rows, tiles), 1, 1,
-                 SALA_GEMM_SHARED, a, sizeof *a);
+    sala_product_args p;
+    memset(&p, 0, sizeof p);
+    p.kind = SALA_PRODUCT_PLAIN;
+    p.gemm = *a;
+    sala__launch_product(g, &p);
 }
 
 static void sala__launch_gemm_swiglu(sala__gpu *g, const sala_gemm_swiglu_args *a) {
-    int tiles = sala__weight_tiles(2 * a->gate.n);
-    sala__launch(g, SALA__KERNEL_gemm_swiglu, sala__weight_grid(g, a->rows, tiles), 1, 1,
-                 SALA_GEMM_SHARED, a, sizeof *a);
+    sala_product_args p;
+    memset(&p, 0, sizeof p);
+    p.kind = SALA_PRODUCT_SWIGLU;
+    p.gemm.rows = a->rows;
+    p.gemm.count = 1;
+    p.gemm.x = a->x;
+    p.gemm.w[0] = a->gate;
+    p.gemm.y[0] = a->y;
+    sala__launch_product(g, &p);
+}
+
+static void sala__launch_gemm_norm(sala__gpu *g, const sala_gemm_norm_args *a) {
+    sala_product_args p;
+    memset(&p, 0, sizeof p);
+    p.kind = SALA_PRODUCT_NORM;
+    p.gemm.rows = a->norm.rows;
+    p.gemm.count = 1;
+    p.gemm.x = a->input;
+    p.gemm.w[0] = a->w;
+    p.norm = a->norm;
+    p.partial = a->partial;
+    p.arrivals = a->arrivals;
+    sala__launch_product(g, &p);
+}
+
+static void sala__launch_norm(sala__gpu *g, const sala_norm_args *a) {
+    sala__launch(g, SALA__KERNEL_norm, (unsigned)a->rows, 1, 1, SALA_GEMM_SHARED, a, sizeof *a);
 }
 
 // ---- launches: sparse attention ----
@@ -6812,7 +6842,8 @@ static int sala__gpu_supports(const sala_dims *m, sala_error *err) {
         {m->block == 64, "block_size", m->block, "64"},
         {m->heads / m->kv_heads <= 16, "num_attention_heads / num_key_value_heads",
          m->heads / m->kv_heads, "at most 16"},
-        {m->hidden % 64 == 0, "hidden_size", m->hidden, "a multiple of 64"},
+        {m->hidden % 64 == 0 && m->hidden <= 12288, "hidden_size", m->hidden,
+         "a multiple of 64, at most 12288"},
         {m->ffn % 64 == 0, "intermediate_size", m->ffn, "a multiple of 64"},
     };
     for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++)
@@ -6841,12 +6872,13 @@ static void sala__gpu_dims_option(const sala_dims *m, char out[1024]) {
 
 static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) { // inside enter
     char dims_option[1024];
-    const char *options[] = {dims_option};
+    const char *options[] = {dims_option, "-DSALA_TRACE"};
+    const int trace = getenv("SALA_TRACE") != NULL; // see tools/bench_gpu.c
     g->dims = dims;
     g->multiprocessors = g->cuda.multiprocessors;
     g->early = 1;
     sala__gpu_dims_option(dims, dims_option);
-    int code = sala__cuda_compile(&g->cuda, options, 1, SALA__GPU_UNITS, err);
+    int code = sala__cuda_compile(&g->cuda, options, 1 + trace, trace ? 1 : SALA__GPU_UNITS, err);
     for (int i = 0; i < SALA__KERNEL_COUNT && code == 0; i++)
         code = sala__cuda_get_kernel(&g->cuda, sala__kernels[i].name, SALA__SHARED_MOST,
                                      &g->kernels[i], err);
@@ -8588,10 +8620,19 @@ static sala_rows sala__rows(sala *s, int count, int seq_count, int verify) {
 // Tell the GPU how to choose the token of `position` from the logits of a row.
 static void sala__set_sampling(sala *s, sala__request *r, int row, int64_t position) {
     const sala__sampler *from = &r->sampler;
-    sala_sampling to = {from->temperature,    from->top_p,    from->min_p_log,
-                        from->repetition,     from->presence, from->frequency,
-                        from->top_k,          r->slot,        from->counts != NULL,
-                        from->biases != NULL, from->seed,     (uint64_t)position};
+    sala_sampling to = {from->temperature,
+                        from->top_p,
+                        from->min_p_log,
+                        from->repetition,
+                        from->presence,
+                        from->frequency,
+                        from->top_k,
+                        r->slot,
+                        from->counts != NULL,
+                        from->biases != NULL,
+                        0,
+                        from->seed,
+                        (uint64_t)position};
     s->sampling[row] = to;
     size_t vocab = (size_t)from->vocab, at = (size_t)r->slot * vocab;
     sala__cuda *c = &s->gpu.cuda;

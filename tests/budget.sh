@@ -9,7 +9,8 @@ check() {
     long=$(awk 'length($0) > 120' "$1" | wc -l)
     [ "$long" -eq 0 ] || { echo "$1: $long lines are longer than 120 columns"; status=1; }
 }
-check sala.h 7400
-check kernels.h 500
+check sala.h 9200
+check sala.cu 3500
+check kernels.h 700
 check main.c 800
 exit $status

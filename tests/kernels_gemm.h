@@ -71,7 +71,7 @@ static sala_weight gemm_pack(const sala_weight *w, const sala_weight *up) {
             for (int k = 0; k < w->k; k++) {
                 int row = up ? sala_packed_pair(n, which) : n;
                 const uint16_t *from = (const uint16_t *)(which ? up : w)->data;
-                packed[sala_packed(row, k, w->k)] = from[(size_t)n * (size_t)w->k + (size_t)k];
+                packed[sala_packed(row, k, rows)] = from[(size_t)n * (size_t)w->k + (size_t)k];
             }
     on_gpu.data = on_device(packed, bytes);
     free(packed);

@@ -480,7 +480,7 @@ static void gla_check_embed(const sala_dims *m) {
              *got = (uint16_t *)gla_memory((ROWS + 1) * hidden * 2);
     for (int n = 0; n < m->vocab; n++)
         for (int k = 0; k < m->hidden; k++)
-            packed[sala_packed(n, k, m->hidden)] = table[(size_t)n * hidden + (size_t)k];
+            packed[sala_packed(n, k, m->vocab)] = table[(size_t)n * hidden + (size_t)k];
     sala_seq seq;
     memset(&seq, 0, sizeof seq);
     sala_rows rows = {ROWS, 1, 1, &seq, token, position, of, NULL};

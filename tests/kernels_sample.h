@@ -1,7 +1,7 @@
 /*  kernels_sample.h - tests of the kernels sample, pack and fill. Included by test_kernels.c after device.h.
     All of them promise bits: tokens are compared with sala__sample, weights with memcmp. */
 
-enum { SAMPLE_ROWS = 12, SAMPLE_BUCKET = 16, SAMPLE_SLOTS = 18, SAMPLE_SHAPES = 14 };
+enum { SAMPLE_ROWS = 12, SAMPLE_BUCKET = 16, SAMPLE_SLOTS = 18, SAMPLE_SHAPES = 15 };
 
 // Dimensions that a device accepts; these kernels take their sizes from their arguments.
 static sala_dims sample_dims(void) {
@@ -45,7 +45,9 @@ static float sample_logit(int32_t i, int32_t n, int shape) {
     case 10: return specials[sample_below(6)];                        // zeros of both signs
     case 11: return 20 + 0x1p-17f * sample_normal(); // a few units of the last place
     case 12: return sample_below(50) ? -25 + sample_normal() : 5 * sample_normal(); // a far floor
-    default: return sample_below(2) ? 1 : 1 - 9.99f;                                // two levels
+    case 13: return sample_below(2) ? 1 : 1 - 9.99f;                                // two levels
+    default:
+        return i ? -20.9f - 0.7f * fabsf(check_uniform()) : 0; // weights of 1 or 0, but for one
     }
 }
 
@@ -53,7 +55,7 @@ static float sample_logit(int32_t i, int32_t n, int shape) {
 static void sample_fill(float *x, int32_t n, int shape) {
     const float bad[] = {NAN, -NAN, INFINITY, sala_bits_f32(0x7F800001u), -INFINITY, -INFINITY};
     for (int32_t i = 0; i < n; i++) x[i] = sample_logit(i, n, shape);
-    if (shape == 4 || shape == 6) x[sample_below(n)] = 3;
+    if ((shape == 4 && sample_below(4)) || shape == 6) x[sample_below(n)] = 3;
     if (sample_below(12) == 0) x[sample_below(n)] = bad[sample_below(6)];
 }
 
@@ -144,29 +146,53 @@ static void sample_pass_fill(sample_pass *p) {
         memcpy(path, p->path + parent * SALA_MAX_PATH, (size_t)depth * 4);
         path[depth] = r;
         p->position[r] = p->seq.stored + depth;
+        d->ahead = sample_below(depth + 1);
+        if (sample_below(10) == 0) d->slot = -1; // nothing is wanted of the row
     }
 }
 
-static void sample_pass_check(const sample_pass *p, int verify, const int32_t *got) {
+// Instead: every row draws among the tokens of the smallest weights, at the end of the running sum.
+static void sample_pass_far(sample_pass *p) {
+    for (int r = 0; r < SAMPLE_ROWS; r++) {
+        sala_sampling *d = &p->sampling[r];
+        sala__sampler *s = &p->sampler[r];
+        d->temperature = s->temperature = 1;
+        d->top_p = s->top_p = sample_below(2) ? 1 : 0.9999999f;
+        d->min_p_log = s->min_p_log = -INFINITY;
+        d->top_k = s->top_k = sample_below(2) * (p->vocab - 1);
+        d->penalties = d->biased = 0;
+        s->biases = NULL;
+        s->counts = NULL;
+        while (sala_random(d->seed, d->position) < (uint64_t)0xFFFFF << 44) d->position++;
+        for (int32_t t = 0; t < p->vocab; t++)
+            p->logits[(size_t)r * (size_t)p->vocab + (size_t)t] =
+                sample_logit(t, p->vocab, SAMPLE_SHAPES - 1);
+    }
+}
+
+static void sample_pass_check(const sample_pass *p, const int32_t *got) {
     for (int r = 0; r < SAMPLE_ROWS; r++) {
         const sala_sampling *d = &p->sampling[r];
-        int32_t above[SALA_MAX_PATH], depth = verify ? p->position[r] - p->seq.stored : 0;
-        for (int i = 0; i < depth; i++) above[i] = p->token[p->path[r * SALA_MAX_PATH + 1 + i]];
+        int32_t ahead[SALA_MAX_PATH], depth = p->position[r] - p->seq.stored;
+        for (int i = 0; i < d->ahead; i++)
+            ahead[i] = p->token[p->path[r * SALA_MAX_PATH + depth - i]];
         int32_t want =
             sala__sample(&p->sampler[r], p->logits + (size_t)r * (size_t)p->vocab,
-                         (int64_t)d->position, above, depth, p->scratch, NULL, NULL, NULL);
+                         (int64_t)d->position, ahead, d->ahead, p->scratch, NULL, NULL, NULL);
+        if (d->slot < 0) want = -1;
         CHECK(
             got[r] == want,
             "vocabulary %d, row %d: %d, not %d (temperature %g, top-k %d, top-p %g, min-p log %g, "
-            "penalties %d, biases %d, path %d)",
+            "penalties %d, biases %d, ahead %d, slot %d)",
             (int)p->vocab, r, (int)got[r], (int)want, (double)d->temperature, (int)d->top_k,
-            (double)d->top_p, (double)d->min_p_log, (int)d->penalties, (int)d->biased, (int)depth);
+            (double)d->top_p, (double)d->min_p_log, (int)d->penalties, (int)d->biased,
+            (int)d->ahead, (int)d->slot);
     }
     for (int r = SAMPLE_ROWS; r < SAMPLE_BUCKET; r++)
         CHECK(got[r] == -1, "a row of padding was written: %d", (int)got[r]);
 }
 
-static void sample_passes(int32_t vocab, int passes) {
+static void sample_passes(int32_t vocab, int passes, int far) {
     sala_dims m = sample_dims();
     size_t n = (size_t)vocab;
     device_open(&m);
@@ -178,7 +204,8 @@ static void sample_passes(int32_t vocab, int passes) {
     for (int i = 0; i < passes; i++) {
         int32_t got[SAMPLE_BUCKET];
         sample_pass_fill(p);
-        sala_rows rows = {SAMPLE_ROWS, 1, i & 1, NULL, NULL, NULL, NULL, NULL};
+        if (far) sample_pass_far(p);
+        sala_rows rows = {SAMPLE_ROWS, 1, 1, NULL, NULL, NULL, NULL, NULL};
         rows.seqs = (const sala_seq *)on_device(&p->seq, sizeof p->seq);
         rows.token = (const int32_t *)on_device(p->token, sizeof p->token);
         rows.position = (const int32_t *)on_device(p->position, sizeof p->position);
@@ -202,29 +229,33 @@ static void sample_passes(int32_t vocab, int passes) {
         sala__launch_sample(gpu, &a);
         device_sync();
         from_device(got, a.token, sizeof got);
-        sample_pass_check(p, i & 1, got);
+        sample_pass_check(p, got);
     }
     sample_pass_free(p);
     device_close();
 }
 
 static void sample_small_vocabularies(void) {
-    sample_passes(1, 12);
-    sample_passes(2, 24);
-    sample_passes(7, 48);
-    sample_passes(97, 48);
+    sample_passes(1, 12, 0);
+    sample_passes(2, 24, 0);
+    sample_passes(7, 48, 0);
+    sample_passes(97, 48, 0);
 }
 static void sample_1023(void) {
-    sample_passes(1023, 48);
+    sample_passes(1023, 48, 0);
 }
 static void sample_2048(void) {
-    sample_passes(2048, 48);
+    sample_passes(2048, 48, 0);
 }
 static void sample_5000(void) {
-    sample_passes(5000, 24);
+    sample_passes(5000, 24, 0);
 }
 static void sample_73448(void) {
-    sample_passes(73448, 1);
+    sample_passes(73448, 1, 0);
+}
+
+static void sample_far_tail(void) {
+    sample_passes(3000, 4, 1);
 }
 
 // ---- pack, fill ----
@@ -235,9 +266,9 @@ static int64_t sample_padded_rows(int32_t n, int pair) { // of a packed matrix
 }
 
 // Where element (row, column) belongs. pair: as in sala_pack_args.
-static int64_t sample_place(int32_t row, int32_t column, int32_t k, int pair) {
+static int64_t sample_place(int32_t row, int32_t column, int32_t n, int32_t k, int pair) {
     if (pair < 0) return (int64_t)row * k + column;
-    return sala_packed(pair ? sala_packed_pair(row, pair == 2) : row, column, k);
+    return sala_packed(pair ? sala_packed_pair(row, pair == 2) : row, column, pair ? 2 * n : n);
 }
 
 // What a call leaves in memory that was all ones: the matrix, zeros in its padding, ones elsewhere.
@@ -250,7 +281,7 @@ static uint16_t *sample_expected(const uint16_t *matrix, int32_t n, int32_t k, i
     int32_t mine = (int32_t)(pair > 0 ? rows / 2 : rows);
     for (int32_t row = 0; row < mine; row++)
         for (int32_t column = 0; column < k; column++)
-            want[sample_place(row, column, k, pair)] =
+            want[sample_place(row, column, n, k, pair)] =
                 row < n ? matrix[(int64_t)row * k + column] : 0;
     return want;
 }
@@ -376,5 +407,5 @@ static void sample_fill_weights(void) {
 
 #define SAMPLE_TESTS                                                                               \
     TEST(sample_small_vocabularies), TEST(sample_1023), TEST(sample_2048), TEST(sample_5000),      \
-        TEST(sample_73448), TEST(sample_pack), TEST(sample_pack_both_halves),                      \
-        TEST(sample_fill_weights)
+        TEST(sample_73448), TEST(sample_far_tail), TEST(sample_pack),                              \
+        TEST(sample_pack_both_halves), TEST(sample_fill_weights)

@@ -1,6 +1,8 @@
 #!/bin/sh
 # Runs the test programs given and the command-line tests, adds up their "N passed, N failed" lines and ends
 # with one of its own. A program that dies without such a line counts as one failure.
+# The CPU is meant, also on a machine with a GPU: tests of CUDA name their driver themselves.
+export SALA_CUDA="${SALA_CUDA:-/no/cuda/driver}"
 passed=0 failed=0
 log=$(mktemp) || exit 1
 trap 'rm -f "$log"' EXIT
@@ -43,6 +45,7 @@ for program in "$@"; do
     esac
 done
 run sh tests/test_cli.sh
+run sh tests/test_cuda_cli.sh
 [ -n "${EXTRA:-}" ] || run sh tests/test_dropin.sh # it brings its own flags
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]

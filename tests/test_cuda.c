@@ -162,14 +162,14 @@ static void test_batch_invariance(void) {
     int32_t tokens[300];
     check_seed = 21;
     random_tokens(tokens, 300, 2000);
-    sala_options o = cuda_options(1, 16);
+    sala_options o = cuda_options(1, 64);
     session alone = session_open(SALA_TINY, &o);
     for (int i = 0; i < 5; i++) {
         sala_request r = member(i, tokens);
         session_do(&alone, &r);
     }
     for (int sequences = 3; sequences <= 5; sequences += 2) {
-        o = cuda_options(sequences, 16);
+        o = cuda_options(sequences, 64);
         session t = session_open(SALA_TINY, &o);
         for (int i = 4; i >= 0; i--) {
             sala_request r = member(i, tokens);
@@ -196,8 +196,9 @@ static void test_chunk_invariance_and_determinism(void) {
     outcome *first = NULL;
     session t[3];
     for (int i = 0; i < 3; i++) {
-        sala_options o = cuda_options(2, 16);
+        sala_options o = cuda_options(2, 64);
         o.chunk = i == 0 ? 64 : 512;
+        o.logits_rows = 512;
         t[i] = session_open(SALA_TINY, &o);
         sala_request r = request_of(tokens, n, 6);
         request_sampled(&r, 9);
@@ -235,7 +236,7 @@ static void test_continued_sequence(void) {
     int32_t tokens[200];
     check_seed = 41;
     random_tokens(tokens, 200, 2000);
-    sala_options o = cuda_options(2, 16);
+    sala_options o = cuda_options(2, 64);
     session t = session_open(SALA_TINY, &o);
     sala_request r = request_of(tokens, 70, 5);
     r.keep = 1;
@@ -262,7 +263,7 @@ static void test_sampling(void) {
     int32_t tokens[64];
     check_seed = 51;
     random_tokens(tokens, 64, 2000);
-    sala_options o = cuda_options(2, 16);
+    sala_options o = cuda_options(2, 64);
     session t = session_open(SALA_TINY, &o);
     sala__env env;
     memset(&env, 0, sizeof env);
@@ -304,7 +305,7 @@ static void test_logprobs_and_force(void) {
     int32_t tokens[64];
     check_seed = 61;
     random_tokens(tokens, 64, 2000);
-    sala_options o = cuda_options(2, 16);
+    sala_options o = cuda_options(2, 64);
     session g = session_open(SALA_TINY, &o);
     o.device = "cpu";
     session c = session_open(SALA_TINY, &o);
@@ -326,7 +327,7 @@ static void test_two_engines(void) {
     int32_t tokens[64];
     check_seed = 71;
     random_tokens(tokens, 64, 2000);
-    sala_options o = cuda_options(2, 16);
+    sala_options o = cuda_options(2, 64);
     session a = session_open(SALA_TINY, &o), b = session_open(SALA_TINY, &o);
     sala_request r = request_of(tokens, 30, 6);
     int x = session_ask(&a, &r), y = session_ask(&b, &r);
@@ -358,7 +359,7 @@ static void refused(const char *path, const sala_options *o, const char *words) 
 }
 
 static void test_refusals(void) {
-    sala_options o = cuda_options(2, 16);
+    sala_options o = cuda_options(2, 64);
     refused(TINY, &o, "the CUDA kernels need"); // head_dim
     o.device = "cuda:999";
     refused(SALA_TINY, &o, "999");

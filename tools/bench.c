@@ -13,6 +13,7 @@ enum {
     BENCH_REPEAT,
     BENCH_PARALLEL,
     BENCH_FILL,
+    BENCH_CHAINS,
     BENCH_KERNELS,
     BENCH_GEMM,
     BENCH_TOKENIZE,
@@ -26,6 +27,9 @@ static const cli_option bench_options[] = {
     {BENCH_REPEAT, "repeat", "N", "repetitions; the best counts, the median is shown (default 5)"},
     {BENCH_FILL, "fill", NULL,
      "GPU: do not read the prompt; fill its K/V cache with random numbers (long contexts)"},
+    {BENCH_CHAINS, "chains", NULL,
+     "GPU, with --fill: time passes of 16 prompt tokens (--gen-tokens of them) instead of "
+     "decoding"},
     {BENCH_KERNELS, "kernels", NULL, "GPU: also a table of where a step's time goes"},
     {BENCH_GEMM, "gemm", NULL, "the model's matrix products alone, by shape and number of rows"},
     {BENCH_TOKENIZE, "tokenize", "FILE", "only encode a text file, on one core"},
@@ -60,7 +64,7 @@ typedef struct bench_shape { // one distinct matrix product of a forward pass
 
 typedef struct bench {
     int64_t prompt, gen, parallel, repeat;
-    int gemm, roofline, fill, kernels;
+    int gemm, roofline, fill, chains, kernels;
     const char *text; // file to encode
     sala *engine;
     bench_shape shapes[BENCH_SHAPES];
@@ -131,12 +135,15 @@ static int bench_once(bench *b, const int32_t *tokens) {
         memset(&ask, 0, sizeof ask);
         ask.tokens = tokens;
         ask.token_count = b->prompt;
-        ask.max_tokens = b->gen + 1; // the first comes from prefill
+        ask.max_tokens = b->chains ? 1 : b->gen + 1; // the first comes from prefill
         ask.ignore_eos = 1;
         if (sala_submit(b->engine, &ask, &err) < 0) return cli_fail(CLI_FAILED, "%s", err.text);
     }
-    if (b->fill && bench_skip_prompt(b->engine, b->prompt - 1, &err) < 0)
-        return cli_fail(CLI_FAILED, "%s", err.text);
+    if (b->fill) {
+        if (bench_skip_prompt(b->engine, b->chains ? b->gen : 0, &err) < 0)
+            return cli_fail(CLI_FAILED, "%s", err.text);
+        prompt_end = begin = cli_now();
+    }
     while ((step = sala_step(b->engine, &err)) > 0) {
         int decoding = 1;
         double now = cli_now();
@@ -144,7 +151,7 @@ static int bench_once(bench *b, const int32_t *tokens) {
             if (e.type == SALA_EVENT_PREFILL) decoding = 0;
             if (e.type == SALA_EVENT_FINISH) bytes = fmax(bytes, (double)e.timings.decode_bytes);
             if (e.type == SALA_EVENT_TOKEN && decoding && prompt_end > 0) decode_tokens++;
-            if (e.type == SALA_EVENT_FINISH && b->parallel == 1) {
+            if (e.type == SALA_EVENT_FINISH && b->parallel == 1 && !b->fill) {
                 b->prefill[b->done] = (double)b->prompt / e.timings.prefill_seconds;
                 b->decode[b->done] = (double)b->gen / e.timings.decode_seconds;
                 b->bytes[b->done] = bytes / e.timings.decode_seconds;
@@ -155,11 +162,14 @@ static int bench_once(bench *b, const int32_t *tokens) {
     }
     if (step < 0) return cli_fail(CLI_FAILED, "%s", err.text);
     end = cli_now();
-    if (b->parallel > 1) { // steps that only decode, after the last prompt
-        b->prefill[b->done] = (double)(b->prompt * b->parallel) / (prompt_end - begin);
+    if (b->chains)
+        b->prefill[b->done] = (double)(b->gen * SALA_MAX_PATH * b->parallel) / (end - begin);
+    else if (b->parallel > 1 || b->fill) { // steps that only decode, after the last prompt
+        b->prefill[b->done] =
+            b->fill ? 0 : (double)(b->prompt * b->parallel) / (prompt_end - begin);
         b->decode[b->done] = decode_tokens / (end - prompt_end);
-        b->bytes[b->done] =
-            bytes / (double)b->gen * (decode_tokens / (double)b->parallel) / (end - prompt_end);
+        b->bytes[b->done] = bytes / (double)(b->gen + b->fill) *
+                            (decode_tokens / (double)b->parallel) / (end - prompt_end);
     }
     return CLI_OK;
 }
@@ -214,9 +224,19 @@ static void bench_print(const bench *b, int json) {
             read * 1e-9, blas * 1e-9, b->blas.library ? b->blas.core : "");
         return;
     }
-    printf("prefill  %lld x %lld tokens: %.1f t/s (median %.1f), %.1f GFLOP/s in the linear layers",
-           (long long)b->parallel, (long long)b->prompt, prefill, bench_median(b->prefill, b->done),
-           prefill * flops * 1e-9);
+    if (b->chains) {
+        printf("chains   of %d tokens behind %lld: %.1f t/s, %.3f ms a pass\n", SALA_MAX_PATH,
+               (long long)b->prompt, prefill, 1e3 * SALA_MAX_PATH / prefill);
+        return;
+    }
+    if (b->fill)
+        printf("prefill  none: a cache of random numbers stands for %lld x %lld tokens",
+               (long long)b->parallel, (long long)b->prompt);
+    else
+        printf("prefill  %lld x %lld tokens: %.1f t/s (median %.1f), %.1f GFLOP/s in the linear "
+               "layers",
+               (long long)b->parallel, (long long)b->prompt, prefill,
+               bench_median(b->prefill, b->done), prefill * flops * 1e-9);
     if (blas > 0)
         printf(" = %.0f %% of OpenBLAS sgemm (%s kernels, %.1f GFLOP/s at %d rows)",
                100 * prefill * flops / blas, b->blas.core, blas * 1e-9, b->blas_rows);
@@ -346,8 +366,7 @@ static int bench_run(bench *b, cli_args *a) {
         }
         cli_progress_clear();
         if (code == CLI_OK) bench_print(b, a->json);
-        if (code == CLI_OK && b->kernels)
-            bench_kernels(b->engine, (int)b->parallel, "\nwhere a step's time goes");
+        if (code == CLI_OK && b->kernels) bench_kernels(b->engine, "\nwhere a step's time goes");
         if (code == CLI_OK) code = cli_flush();
     }
     roofline_blas_close(&b->blas);
@@ -376,6 +395,7 @@ static int sala_bench(int argc, char **argv) {
         if (id == BENCH_REPEAT) code = cli_integer("repeat", a.value, 1, BENCH_REPEATS, &b->repeat);
         if (id == BENCH_GEMM) b->gemm = 1;
         if (id == BENCH_FILL) b->fill = 1;
+        if (id == BENCH_CHAINS) b->chains = 1;
         if (id == BENCH_KERNELS) b->kernels = 1;
         if (id == BENCH_TOKENIZE) b->text = a.value;
         if (id == BENCH_NO_ROOFLINE) b->roofline = 0;
@@ -384,6 +404,10 @@ static int sala_bench(int argc, char **argv) {
         id = -1;
         break;
     }
+    if (id == 0 && b->chains && (!b->fill || b->prompt <= b->gen * SALA_MAX_PATH))
+        a.code = cli_fail(id = CLI_USAGE,
+                          "--chains goes with --fill and --prompt-tokens above %d * --gen-tokens",
+                          SALA_MAX_PATH);
     if (id == 0 && b->gemm && a.json)
         a.code = cli_fail(id = CLI_USAGE, "--gemm prints a table: --json does not go with it");
     if (id == 0) {

@@ -20,15 +20,20 @@ static int bench_fill_cache(sala *s, sala_error *err) {
     return code;
 }
 
-// The waiting requests begin behind `stored` tokens that nobody read.
-static int bench_skip_prompt(sala *s, int64_t stored, sala_error *err) {
+// All waiting requests are admitted and go on behind prompts that nobody read: they generate at
+// once, or (chains > 0) first prefill the last tokens, that many chains of SALA_MAX_PATH.
+static int bench_skip_prompt(sala *s, int64_t chains, sala_error *err) {
     int code = sala__cuda_enter(&s->gpu.cuda, err);
     if (code < 0) return code;
     code = sala__admit_waiting(s, err);
     for (sala__request *r = s->requests; r && code == 0; r = r->next) {
         if (r->state != SALA__PREFILL || r->prefilled) continue;
-        s->sequences[r->slot].stored = (int32_t)stored;
-        r->prefilled = stored;
+        sala__sequence *q = &s->sequences[r->slot];
+        r->prefilled = r->token_count - chains * SALA_MAX_PATH;
+        q->stored = (int32_t)r->prefilled;
+        if (chains) continue;
+        r->state = SALA__DECODE;
+        q->root = r->tokens[--q->stored]; // the last token of the prompt is the first verify's root
     }
     sala__cuda_leave(&s->gpu.cuda);
     return code;
@@ -82,39 +87,85 @@ static double bench_gpu_read(sala *s) {
     return best;
 }
 
+enum { BENCH_KINDS = 4 * SALA__KERNEL_COUNT }; // kernel and variant
+
+static const char *bench_kind(int kind) {
+    static char name[64];
+    static const char *const variants[] = {"", " + swiglu", " + norm", ""};
+    snprintf(name, sizeof name, "%s%s", sala__kernels[kind / 4].name + 5, variants[kind % 4]);
+    return name;
+}
+
+// With SALA_TRACE set kernels were compiled to note when their first block could go on. Time from
+// there to the same moment of the next kernel: what each cost in its place, overlap and gaps
+// included.
+static void bench_trace(sala *s, sala__cu_exec exec, const int *log, int launches) {
+    enum { ROUNDS = 16, WARM = 4 };
+    sala__cuda *c = &s->gpu.cuda;
+    static uint64_t trace[2 + 2 * 1024];
+    sala__cu_memory at = 0;
+    size_t bytes = 0;
+    double sum[BENCH_KINDS] = {0}, total = 0;
+    int count[BENCH_KINDS] = {0};
+    sala__cu_result (*get_global)(sala__cu_memory *, size_t *, sala__cu_module, const char *);
+    void *symbol = dlsym(c->driver, "cuModuleGetGlobal_v2");
+    memcpy(&get_global, &symbol, sizeof symbol);
+    if (!symbol || get_global(&at, &bytes, c->modules[0], "sala_trace") || launches > 1000) return;
+    for (int round = 0; round < WARM + ROUNDS; round++) {
+        sala__cuda_fill(c, at, 0, 8, NULL);
+        sala__cuda_graph_launch(c, exec, NULL);
+        sala__cuda_download(c, trace, at, sizeof trace, NULL);
+        sala__cuda_wait(c, NULL);
+        for (int i = 0; i + 1 < launches && round >= WARM; i++) {
+            sum[log[i]] += (double)(trace[2 + 2 * i + 3] - trace[2 + 2 * i + 1]) * 1e-3 / ROUNDS;
+            count[log[i]] += round == WARM;
+        }
+    }
+    printf("\n%-20s %9s %11s %11s\n", "kernel in its place", "launches", "us a step", "us each");
+    for (int k = 0; k < BENCH_KINDS; k++) {
+        if (!count[k]) continue;
+        printf("%-20s %9d %11.1f %11.2f\n", bench_kind(k), count[k], sum[k], sum[k] / count[k]);
+        total += sum[k];
+    }
+    printf("%-20s %9s %11.1f\n\n", "sum", "", total);
+}
+
 // Where the time of the last step went: each kernel alone (all its launches of a step, back to back),
 // their sum, and the whole step as it runs, where kernels overlap.
-static void bench_kernels(sala *s, int rows, const char *title) {
+static void bench_kernels(sala *s, const char *title) {
     sala__gpu *g = &s->gpu;
-    double sum = 0, whole = 0;
-    int launches = 0;
+    double sum = 0;
+    int launches = 0, log[1024];
     sala__pass p;
     memset(&p, 0, sizeof p);
-    p.rows = sala__rows(s, rows, rows, 1);
+    p.rows = sala__rows(s, s->step_rows->count, s->step_rows->seq_count, 1);
     p.on_device = (const sala_rows *)sala__step_at(s, s->step_rows);
     p.bucket = g->rows;
-    p.logits_rows = rows;
+    p.logits_rows = p.rows.count;
     if (sala__cuda_enter(&g->cuda, NULL) < 0) return;
-    printf("%s\n%-20s %9s %11s %11s\n", title, "kernel", "launches", "us a step", "us each");
-    for (int k = 0; k <= SALA__KERNEL_COUNT; k++) {
+    printf("%s, %d rows of %d sequences\n%-20s %9s %11s %11s\n", title, p.rows.count,
+           p.rows.seq_count, "kernel alone", "launches", "us a step", "us each");
+    for (int k = 0; k <= BENCH_KINDS; k++) {
         sala__cu_exec exec = NULL;
-        g->only = k < SALA__KERNEL_COUNT ? k + 1 : 0;
+        int all = k == BENCH_KINDS;
+        g->only = all ? 0 : k + 1;
         g->launches = 0;
+        g->log = log;
         if (sala__cuda_capture_begin(&g->cuda, &g->error) < 0) break;
         sala__gpu_launch_pass(s, &p);
         sala__cuda_capture_end(&g->cuda, &exec, &g->error);
         if (!exec) break;
         double us = g->launches ? 1e6 * bench_graph_seconds(s, exec, 20) : 0;
+        if (all) printf("%-20s %9d %11.1f\n", "sum", launches, sum);
+        if (all) printf("%-20s %9d %11.1f\n", "the step as a graph", g->launches, us);
+        if (all && getenv("SALA_TRACE")) bench_trace(s, exec, log, g->launches);
         sala__cuda_graph_free(&g->cuda, exec);
-        if (k == SALA__KERNEL_COUNT) whole = us;
-        if (!g->launches || k == SALA__KERNEL_COUNT) continue;
-        printf("%-20s %9d %11.1f %11.2f\n", sala__kernels[k].name, g->launches, us,
-               us / g->launches);
+        if (all || !g->launches) continue;
+        printf("%-20s %9d %11.1f %11.2f\n", bench_kind(k), g->launches, us, us / g->launches);
         sum += us;
         launches += g->launches;
     }
     g->only = 0;
-    printf("%-20s %9d %11.1f\n%-20s %9s %11.1f\n", "sum", launches, sum, "the step as a graph", "",
-           whole);
+    g->log = NULL;
     sala__cuda_leave(&g->cuda);
 }

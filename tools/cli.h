@@ -372,7 +372,7 @@ static const cli_option cli_common[] = {
 };
 
 static const cli_option cli_engine[] = {
-    {0, "device", "NAME", "auto or cpu (default auto)"},
+    {0, "device", "NAME", "auto, cpu, cuda or cuda:N (default auto: a GPU if one can be used)"},
     {0, "threads", "N", "CPU threads (default: the processors this process may use)"},
     {0, "context", "N", "longest sequence, tokens (default 32768)"},
     {0, "max-sequences", "N", "sequences resident at once, 1..256 (default 8)"},

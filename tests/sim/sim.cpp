@@ -284,8 +284,8 @@ static Memory *memory_new(size_t size, bool host) {
     return &(memories[(uintptr_t)m.p] = m);
 }
 
-static bool pattern_holds(const unsigned char *from, const unsigned char *to,
-                          unsigned char pattern) {
+__attribute__((no_sanitize("address"))) static bool
+pattern_holds(const unsigned char *from, const unsigned char *to, unsigned char pattern) {
     for (; from < to; from++)
         if (*from != pattern) return false;
     return true;
@@ -294,7 +294,6 @@ static bool pattern_holds(const unsigned char *from, const unsigned char *to,
 // Whether nothing was written around an allocation (which must be within reach).
 static bool memory_intact(const Memory &m) {
     unsigned char *from = m.base + FENCE, *to = m.base + m.mapped - FENCE;
-    if (__asan_poison_memory_region) return true; // it has seen every access
     return pattern_holds(from, m.p, PATTERN) && pattern_holds(m.p + m.size, to, PATTERN);
 }
 
@@ -326,20 +325,27 @@ static bool memory_holds(const void *p, size_t size) {
     return m && size <= m->size - (size_t)((unsigned char *)p - m->p);
 }
 
-// The offset of a word that looks like an address of host memory, or -1. Here a kernel could follow
-// it, on a device it could not. Addresses of the heap, of stacks and of libraries are large and
-// numbers that are no addresses hardly ever hit a page that exists.
-static long host_pointer(const void *data, size_t size) {
+// Words that are addresses of host memory are replaced by addresses of nothing: a kernel could follow
+// them here, but not on a device. Addresses of the heap, of stacks and of libraries are large, and a
+// number that is none hardly ever hits a page that exists; but a small int or a float like 1 or 16
+// beside padding, which may hold half of an address, could.
+static const uint64_t NOWHERE = 0x6BAD00000000u;
+
+static void hide_host_pointers(void *data, size_t size) {
     for (size_t at = 0; at + 8 <= size; at += 8) {
         uint64_t word;
         unsigned char there;
-        memcpy(&word, (const char *)data + at, 8);
-        if (word < 1ull << 46 || word >= 1ull << 48) continue;
-        if (memory_of((void *)(uintptr_t)word) || memory_of((void *)(uintptr_t)(word - 1))) continue;
+        memcpy(&word, (char *)data + at, 8);
+        if (word < 1ull << 46 || word >= 1ull << 48 || (uint32_t)word < 1u << 20 ||
+            (word & 0xFFFFF) == 0)
+            continue;
+        if (memory_of((void *)(uintptr_t)word) || memory_of((void *)(uintptr_t)(word - 1)))
+            continue;
         void *page = (void *)(uintptr_t)(word & ~(uint64_t)(page_size() - 1));
-        if (mincore(page, 1, &there) == 0) return (long)at;
+        if (mincore(page, 1, &there)) continue;
+        word = NOWHERE + at;
+        memcpy((char *)data + at, &word, 8);
     }
-    return -1;
 }
 
 // ---- [4] rendezvous of a warp ----
@@ -350,7 +356,7 @@ struct Warp {
     uint32_t live, runnable, arrived; // a bit per lane
     bool queued;                      // in block->ready
     uint32_t priority;
-    int kind, line;                   // of the rendezvous that the arrived lanes are at
+    int kind, line; // of the rendezvous that the arrived lanes are at
     sala_sim_operand *operand[32];
 };
 
@@ -369,11 +375,11 @@ struct Block {
 
 static const char *kind_name(int kind) {
     static const char *const names[] = {
-        "__syncwarp",           "__shfl_sync",         "__shfl_up_sync",  "__shfl_down_sync",
-        "__shfl_xor_sync",      "__ballot_sync",       "__any_sync",      "__all_sync",
-        "sala_ldmatrix4",       "sala_ldmatrix4_trans", "sala_mma",       "",
-        "__syncthreads",        "__syncthreads_or",    "__syncthreads_and",
-        "__syncthreads_count",  "sala_await",          "sala_wait_grid"};
+        "__syncwarp",      "__shfl_sync",          "__shfl_up_sync",    "__shfl_down_sync",
+        "__shfl_xor_sync", "__ballot_sync",        "__any_sync",        "__all_sync",
+        "sala_ldmatrix4",  "sala_ldmatrix4_trans", "sala_mma",          "",
+        "__syncthreads",   "__syncthreads_or",     "__syncthreads_and", "__syncthreads_count",
+        "sala_await",      "sala_wait_grid"};
     return kind < 0 ? "nothing" : names[kind];
 }
 
@@ -388,8 +394,10 @@ __attribute__((format(printf, 2, 3), noreturn)) static void fail(int line, const
     vsnprintf(text, sizeof text, format, list);
     va_end(list);
     uint3 b = self()->block_index, t = self()->thread_index;
-    snprintf(whole, sizeof whole, "block (%u, %u, %u), thread (%u, %u, %u), line %d: %s", b.x, b.y,
-             b.z, t.x, t.y, t.z, line, text);
+    char place[32] = "";
+    if (line) snprintf(place, sizeof place, ", line %d", line);
+    snprintf(whole, sizeof whole, "block (%u, %u, %u), thread (%u, %u, %u)%s: %s", b.x, b.y, b.z,
+             t.x, t.y, t.z, place, text);
     kernel_failed(whole);
     switch_stack(&self()->stack, &scheduler, true);
     abort();
@@ -500,7 +508,8 @@ static int shuffle_source(int kind, int lane, int argument, int width) {
     if (kind == SALA_SIM_SHFL) return first | (argument & (width - 1));
     if (kind == SALA_SIM_SHFL_UP) from = lane - argument;
     if (kind == SALA_SIM_SHFL_DOWN) from = lane + argument;
-    if (kind == SALA_SIM_SHFL_XOR) return (lane ^ argument) < first + width ? lane ^ argument : lane;
+    if (kind == SALA_SIM_SHFL_XOR)
+        return (lane ^ argument) < first + width ? lane ^ argument : lane;
     return from < first || from >= first + width ? lane : from;
 }
 
@@ -692,12 +701,17 @@ static void wait_grid(int line) {
     if (!f->block->grid->released) wait_at(SALA_SIM_WAIT_GRID, line);
 }
 
-// Perhaps, or surely, somebody else's turn: another lane's, or another warp's.
+// A point at which others may notice what this thread has done. Half of the time (`sure`), or now and
+// then, it is left behind: the block and the warp become the last in order.
 static void yield(bool sure) {
     uint32_t r = random_bits() >> 29;
-    if (!sure && r > 1) return;
-    if (sure || r) new_priorities(self()->warp);
-    leave(sure || r, false);
+    Warp *w = self()->warp;
+    if (r < (sure ? 4 : 1)) {
+        w->priority = w->block->priority = 0;
+        leave(true, false);
+    } else if (r == 7) {
+        leave(false, false); // another lane first
+    }
 }
 
 static void fail_with(int line, const char *text) {
@@ -722,12 +736,17 @@ static void fault(int number, siginfo_t *info, void *) {
         return;
     }
     Fibre *f = self();
+    uint64_t nowhere = (uint64_t)(uintptr_t)p - NOWHERE;
+    if (nowhere < 1ull << 32)
+        fail(0, "follows a host pointer (about byte %llu of the argument or of an upload)",
+             (unsigned long long)nowhere);
     if (p < (char *)f->stack.bottom && p + page_size() >= (char *)f->stack.bottom)
         fail(0, "the thread's stack overflows");
     for (auto &entry : memories) {
         Memory &m = entry.second;
         if (p >= (char *)m.base && p < (char *)m.base + m.mapped)
-            fail(0, "illegal address: byte %ld of an allocation of %zu", (long)(p - (char *)m.p), m.size);
+            fail(0, "illegal address: byte %ld of an allocation of %zu", (long)(p - (char *)m.p),
+                 m.size);
     }
     fail(0, "illegal address: %p", (void *)p);
 }
@@ -744,7 +763,8 @@ static void catch_faults(bool on) {
     alternative.ss_size = sizeof stack;
     action.sa_sigaction = fault;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-    for (int i = 0; i < 2; i++) sigaction(numbers[i], on ? &action : &before[i], on ? &before[i] : NULL);
+    for (int i = 0; i < 2; i++)
+        sigaction(numbers[i], on ? &action : &before[i], on ? &before[i] : NULL);
     sigaltstack(on ? &alternative : &old_stack, on ? &old_stack : NULL);
 }
 
@@ -784,7 +804,8 @@ static Grid *grid_new(const Launch *launch) {
     g->launch = launch;
     g->order.resize((size_t)launch->grid.x * launch->grid.y * launch->grid.z);
     for (size_t i = 0; i < g->order.size(); i++) g->order[i] = (uint32_t)i;
-    for (size_t i = g->order.size(); i > 1; i--) std::swap(g->order[i - 1], g->order[random_below(i)]);
+    for (size_t i = g->order.size(); i > 1; i--)
+        std::swap(g->order[i - 1], g->order[random_below(i)]);
     return g;
 }
 
@@ -1081,21 +1102,15 @@ static bool run_launch(Stream *s, Grid **early) {
     return good;
 }
 
-static bool run_op(const Op &op) {
-    long at = op.kind == OP_COPY_IN && op.size <= 65536 ? host_pointer(op.from, op.size) : -1;
-    if (at >= 0) {
-        refuse(0, "a copy of %zu bytes to the device: the word at byte %ld points to host memory",
-               op.size, at);
-        return false;
-    }
+static void run_op(const Op &op) {
     if (op.kind == OP_SET) memset(op.to, op.value, op.size);
     if (op.kind == OP_COPY_IN || op.kind == OP_COPY_OUT) memcpy(op.to, op.from, op.size);
+    if (op.kind == OP_COPY_IN && op.size <= 65536) hide_host_pointers(op.to, op.size);
     if (op.kind == OP_COPY) memmove(op.to, op.from, op.size);
     if (op.kind == OP_EVENT) {
         op.event->done = true;
         clock_gettime(CLOCK_MONOTONIC, &op.event->time);
     }
-    return true;
 }
 
 static bool check_fences() {
@@ -1119,7 +1134,10 @@ static int stream_run(Stream *s, const Event *until) {
     bool good = true, more = true;
     while (good && more && !s->queue.empty()) {
         Op &op = s->queue[0];
-        good = op.kind == OP_LAUNCH ? run_launch(s, &early) : run_op(op);
+        if (op.kind == OP_LAUNCH)
+            good = run_launch(s, &early);
+        else
+            run_op(op);
         more = op.kind != OP_EVENT || op.event != until;
         s->queue.pop_front();
     }
@@ -1248,6 +1266,10 @@ static int module_open(Module *m, const void *image) {
     if (m->folder.empty() || !write_file(path, object, (size_t)head.size)) return OUT_OF_MEMORY;
     m->library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!m->library) return refuse(INVALID_IMAGE, "%s", dlerror());
+    if (!__asan_poison_memory_region) { // whose reports read it
+        folder_delete(m->folder, {"module.so"});
+        m->folder.clear();
+    }
     typedef const sala_sim_kernel *(*Attach)(sala_sim_api *);
     Attach attach = (Attach)dlsym(m->library, SALA_SIM_ATTACH);
     if (!attach) return INVALID_IMAGE;
@@ -1285,8 +1307,8 @@ struct LaunchConfig {
 };
 
 static bool initialized;
-static int retained;                      // count of the primary context
-static char context;                      // its address is the handle
+static int retained;                             // count of the primary context
+static char context;                             // its address is the handle
 static thread_local std::vector<void *> current; // contexts pushed by this thread
 
 #define LOCKED std::lock_guard<std::recursive_mutex> guard(lock)
@@ -1302,8 +1324,8 @@ API int cuInit(unsigned flags) {
     if (flags) return INVALID_VALUE;
     if (!initialized) {
         initialized = true;
-        api = {NULL,         collective,   barrier, copy,      copy_commit, copy_wait,
-               check_global, await,        wait_grid, yield,   fail_with};
+        api = {NULL,         collective, barrier,   copy,  copy_commit, copy_wait,
+               check_global, await,      wait_grid, yield, fail_with};
     }
     return SUCCESS;
 }
@@ -1335,34 +1357,30 @@ API int cuDeviceGetName(char *name, int size, int device) {
 
 API int cuDeviceGetAttribute(int *value, int attribute, int device) {
     static const int table[][2] = {
-        {1, 1024},         // max threads per block
-        {2, 1024},         // max block dimensions
-        {3, 1024},
-        {4, 64},
-        {5, 2147483647},   // max grid dimensions
-        {6, 65535},
-        {7, 65535},
-        {8, 49152},        // shared memory per block
-        {9, 65536},        // constant memory
-        {10, 32},          // warp size
-        {12, 65536},       // registers per block
-        {13, 1000000},     // clock, kHz
-        {18, 0},           // integrated
-        {31, 1},           // concurrent kernels
-        {33, 0},           // PCI bus
-        {34, 0},           // PCI device
-        {36, 1000000},     // memory clock, kHz
-        {37, 128},         // memory bus, bits
-        {38, 4 << 20},     // L2 cache
-        {39, 2048},        // threads per multiprocessor
-        {40, 1},           // async engines
-        {41, 1},           // unified addressing
-        {81, 102400},      // shared memory per multiprocessor
-        {82, 65536},       // registers per multiprocessor
-        {97, 101376},      // shared memory per block, opt in
-        {106, 32},         // blocks per multiprocessor
-        {111, 1024},       // shared memory reserved per block
-        {115, 0},          // memory pools
+        {1, 1024},                                  // max threads per block
+        {2, 1024},                                  // max block dimensions
+        {3, 1024},     {4, 64},    {5, 2147483647}, // max grid dimensions
+        {6, 65535},    {7, 65535}, {8, 49152},      // shared memory per block
+        {9, 65536},                                 // constant memory
+        {10, 32},                                   // warp size
+        {12, 65536},                                // registers per block
+        {13, 1000000},                              // clock, kHz
+        {18, 0},                                    // integrated
+        {31, 1},                                    // concurrent kernels
+        {33, 0},                                    // PCI bus
+        {34, 0},                                    // PCI device
+        {36, 1000000},                              // memory clock, kHz
+        {37, 128},                                  // memory bus, bits
+        {38, 4 << 20},                              // L2 cache
+        {39, 2048},                                 // threads per multiprocessor
+        {40, 1},                                    // async engines
+        {41, 1},                                    // unified addressing
+        {81, 102400},                               // shared memory per multiprocessor
+        {82, 65536},                                // registers per multiprocessor
+        {97, 101376},                               // shared memory per block, opt in
+        {106, 32},                                  // blocks per multiprocessor
+        {111, 1024},                                // shared memory reserved per block
+        {115, 0},                                   // memory pools
     };
     if (!initialized) return NOT_INITIALIZED;
     if (device) return INVALID_DEVICE;
@@ -1375,7 +1393,8 @@ API int cuDeviceGetAttribute(int *value, int attribute, int device) {
             *value = row[1];
             return SUCCESS;
         }
-    return refuse(INVALID_VALUE, "cuDeviceGetAttribute: the simulator has no attribute %d", attribute);
+    return refuse(INVALID_VALUE, "cuDeviceGetAttribute: the simulator has no attribute %d",
+                  attribute);
 }
 
 static size_t memory_total() {
@@ -1407,8 +1426,9 @@ static long alive() {
 static void context_destroy() {
     long count = alive();
     if (count)
-        refuse(0, "the context goes with %zu allocations, %zu streams, %zu events, "
-                  "%zu graphs, %zu executable graphs and %zu modules alive",
+        refuse(0,
+               "the context goes with %zu allocations, %zu streams, %zu events, "
+               "%zu graphs, %zu executable graphs and %zu modules alive",
                memories.size(), streams.size(), events.size(), graphs.size(), executables.size(),
                modules.size());
     lost += count;
@@ -1483,6 +1503,14 @@ API int cuMemAlloc_v2(DevicePointer *p, size_t size) {
     return SUCCESS;
 }
 
+static bool in_use(const Memory &m) { // by work that is queued
+    const unsigned char *end = m.p + m.size;
+    for (Stream *s : streams)
+        for (const Op &op : s->queue)
+            if ((op.from >= m.p && op.from < end) || (op.to >= m.p && op.to < end)) return true;
+    return false;
+}
+
 // Frees even after a failed kernel, so that a program that cleans up is not said to leak.
 static int memory_free(void *p, bool host) {
     if (!initialized) return NOT_INITIALIZED;
@@ -1491,6 +1519,8 @@ static int memory_free(void *p, bool host) {
     auto entry = memories.find((uintptr_t)p);
     if (entry == memories.end() || entry->second.host != host)
         return refuse(INVALID_VALUE, "%p is freed, but was not allocated", p);
+    if (host && in_use(entry->second))
+        return refuse(INVALID_VALUE, "host memory is freed while queued work uses it");
     int code = run_all(); // as the real one, it waits
     memory_delete(entry->second);
     return code;
@@ -1561,7 +1591,8 @@ API int cuMemsetD8Async(DevicePointer to, unsigned char value, size_t size, Stre
     if (!s) return INVALID_HANDLE;
     if (!size) return SUCCESS;
     if (!memory_holds((void *)(uintptr_t)to, size))
-        return refuse(INVALID_VALUE, "cuMemsetD8Async: %zu bytes are not all in one allocation", size);
+        return refuse(INVALID_VALUE, "cuMemsetD8Async: %zu bytes are not all in one allocation",
+                      size);
     Op op = {};
     op.kind = OP_SET;
     op.to = (void *)(uintptr_t)to;
@@ -1771,11 +1802,8 @@ API int cuLaunchKernelEx(const LaunchConfig *c, Function *f, void **params, void
         op.launch.dependent = a.value.allowed != 0;
     }
     const unsigned char *args = (const unsigned char *)params[0];
-    long at = host_pointer(args, f->kernel->args_size);
-    if (at >= 0)
-        return refuse(INVALID_VALUE, "%s: the word at byte %ld of its argument points to host memory",
-                      f->kernel->name, at);
     op.launch.args.assign(args, args + f->kernel->args_size);
+    hide_host_pointers(op.launch.args.data(), f->kernel->args_size);
     return submit(s, op);
 }
 
@@ -1853,7 +1881,8 @@ static const struct {
     {101, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
     {200, "CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"},
     {201, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
-    {209, "CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for execution on the device"},
+    {209, "CUDA_ERROR_NO_BINARY_FOR_GPU",
+     "no kernel image is available for execution on the device"},
     {400, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
     {401, "CUDA_ERROR_ILLEGAL_STATE", "the operation cannot be performed in the present state"},
     {500, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
@@ -1861,8 +1890,10 @@ static const struct {
     {701, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "too many resources requested for launch"},
     {719, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
     {801, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
-    {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing"},
-    {901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "operation failed due to a previous error during capture"},
+    {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+     "operation not permitted when stream is capturing"},
+    {901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+     "operation failed due to a previous error during capture"},
 };
 
 API int cuGetErrorName(int code, const char **text) {
@@ -1898,8 +1929,14 @@ API long sala_sim_launches(void) {
 
 // ---- [10] NVRTC's functions ----
 
-enum { NVRTC_SUCCESS, NVRTC_INVALID_INPUT = 3, NVRTC_INVALID_PROGRAM, NVRTC_INVALID_OPTION,
-       NVRTC_COMPILATION, NVRTC_INTERNAL = 11 };
+enum {
+    NVRTC_SUCCESS,
+    NVRTC_INVALID_INPUT = 3,
+    NVRTC_INVALID_PROGRAM,
+    NVRTC_INVALID_OPTION,
+    NVRTC_COMPILATION,
+    NVRTC_INTERNAL = 11
+};
 
 struct Program {
     std::string source, name, log, cubin;
@@ -1907,14 +1944,14 @@ struct Program {
 };
 
 // The options that are understood. Those with '=' take a value, in one word or two.
-static const char *const nvrtc_options[] = {
-    "--gpu-architecture=", "-arch=", "--fmad=", "-fmad=", "--std=", "-std=", "--prec-div=", "-prec-div=",
-    "--prec-sqrt=", "-prec-sqrt=", "--ftz=", "-ftz=", "--maxrregcount=", "-maxrregcount=",
-    "--ptxas-options=", "-Xptxas=", "--split-compile=", "--diag-suppress=", "-diag-suppress=",
-    "--optimization-info=", "--relocatable-device-code=", "-rdc=", "--extra-device-vectorization",
-    "-extra-device-vectorization", "--generate-line-info", "-lineinfo", "--device-debug", "-G",
-    "--restrict", "-restrict", "--disable-warnings", "-w", "--device-as-default-execution-space",
-    "-default-device", "--minimal", "-minimal", "--no-source-include", "--display-error-number"};
+static const char nvrtc_options[] =
+    " --gpu-architecture= -arch= --fmad= -fmad= --std= -std= --prec-div= -prec-div= --prec-sqrt= "
+    "-prec-sqrt= --ftz= -ftz= --maxrregcount= -maxrregcount= --ptxas-options= -Xptxas= "
+    "--split-compile= --diag-suppress= -diag-suppress= --optimization-info= "
+    "--relocatable-device-code= -rdc= --extra-device-vectorization -extra-device-vectorization "
+    "--generate-line-info -lineinfo --device-debug -G --restrict -restrict --disable-warnings -w "
+    "--device-as-default-execution-space -default-device --minimal -minimal --no-source-include "
+    "--display-error-number ";
 
 struct Options {
     std::string defines;
@@ -1928,43 +1965,46 @@ static std::string quoted(const std::string &text) { // for the shell
     return r + "'";
 }
 
-// Returns the value of a plain option "name=", or NULL; sets *plain if the option is known at all.
-static const char *option_value(const char *option, bool *plain) {
-    for (const char *known_option : nvrtc_options) {
-        size_t n = strlen(known_option);
-        if (known_option[n - 1] == '=' ? strncmp(option, known_option, n) == 0
-                                       : strcmp(option, known_option) == 0) {
-            *plain = true;
-            return option + n;
-        }
-    }
-    return NULL;
+static bool known_option(const std::string &name) {
+    return name.find(' ') == std::string::npos && strstr(nvrtc_options, (" " + name + " ").c_str());
+}
+
+// -D and its long form: the definition; it may be the next word. Else "".
+static std::string definition(const std::string &option, const char *next, bool *two_words) {
+    *two_words = option == "-D" || option == "--define-macro";
+    if (*two_words) return next ? next : "";
+    if (option.compare(0, 15, "--define-macro=") == 0) return option.substr(15);
+    return option.compare(0, 2, "-D") == 0 ? option.substr(2) : "";
 }
 
 static bool read_options(Program *p, int count, const char *const *options, Options *o) {
-    o->arch = 75;
+    o->arch = 75; // NVRTC's default
     for (int i = 0; i < count; i++) {
-        std::string option = options[i];
-        bool plain = false;
-        if ((option == "-D" || option == "--define-macro") && i + 1 < count) {
-            o->defines += " " + quoted(std::string("-D") + options[++i]);
-        } else if (option.compare(0, 15, "--define-macro=") == 0) {
-            o->defines += " " + quoted("-D" + option.substr(15));
-        } else if (option.compare(0, 2, "-D") == 0 && option.size() > 2) {
-            o->defines += " " + quoted(option);
-        } else {
-            if (option_value((option + "=").c_str(), &plain) && i + 1 < count && options[i + 1][0] != '-')
-                option += std::string("=") + options[++i];
-            plain = false;
-            const char *value = option_value(option.c_str(), &plain);
-            if (!plain) {
-                p->log += "nvrtc: error: unrecognized option " + option + " found\n";
-                return false;
-            }
-            const char *digits = strstr(value, "_");
-            if (option.find("arch") != std::string::npos && digits) o->arch = atoi(digits + 1);
-            if (strstr(value, "compute_")) o->no_cubin = true;
+        std::string option = options[i], value;
+        const char *next = i + 1 < count ? options[i + 1] : NULL;
+        bool two_words;
+        std::string define = definition(option, next, &two_words);
+        if (!define.empty()) {
+            o->defines += " " + quoted("-D" + define);
+            i += two_words;
+            continue;
         }
+        size_t equals = option.find('=');
+        if (equals != std::string::npos) {
+            value = option.substr(equals + 1);
+            option.resize(equals + 1);
+        } else if (next && known_option(option + "=")) {
+            option += "=";
+            value = next;
+            i++;
+        }
+        if (!known_option(option)) {
+            p->log += "nvrtc: error: unrecognized option " + option + " found\n";
+            return false;
+        }
+        if (option != "--gpu-architecture=" && option != "-arch=") continue;
+        o->arch = atoi(value.c_str() + value.find('_') + 1);
+        o->no_cubin = value.compare(0, 8, "compute_") == 0;
     }
     return true;
 }
@@ -2046,15 +2086,29 @@ static bool run_compiler(Program *p, const std::string &folder, const std::strin
     return status == 0;
 }
 
+// SALA_SIM_FLAGS; without them the sanitizers that this library was built with.
+static std::string extra_flags() {
+    const char *flags = getenv("SALA_SIM_FLAGS");
+    if (flags) return flags;
+#if defined(__SANITIZE_ADDRESS__)
+    return "-fsanitize=address,undefined -fno-sanitize-recover=all";
+#elif defined(__clang__)
+#if __has_feature(address_sanitizer)
+    return "-fsanitize=address,undefined -fno-sanitize=function,vptr -fno-sanitize-recover=all";
+#endif
+#endif
+    return "";
+}
+
 // Preprocesses, appends the table of kernels, compiles; the object goes to p->cubin.
 static bool compile(Program *p, const std::string &folder, const Options &o,
                     std::vector<std::string> *files) {
-    const char *extra = getenv("SALA_SIM_FLAGS");
-    std::string flags = "-std=c++17 -O1 -g -ffp-contract=off -fPIC -fvisibility=hidden", text;
+    std::string flags = "-std=c++17 -O1 -g1 -ffp-contract=off -fPIC -fvisibility=hidden", text;
     if (cpu_features()) flags += " -mavx2 -mfma";
-    if (extra) flags += std::string(" ") + extra;
+    flags += " " + extra_flags();
     char defines[128];
-    snprintf(defines, sizeof defines, " -DSALA_SIM -D__CUDA_ARCH__=%d -include sala_sim.h", o.arch * 10);
+    snprintf(defines, sizeof defines, " -DSALA_SIM -D__CUDA_ARCH__=%d -include sala_sim.h",
+             o.arch * 10);
     std::string name = base_name(p->name.empty() ? "default_program" : p->name);
     *files = {"sala_sim.h", name, "log", "sala_sim.ii", "sala_sim.so"};
     bool good = write_file(folder + "/sala_sim.h", sala_sim_header, strlen(sala_sim_header)) &&
@@ -2065,8 +2119,9 @@ static bool compile(Program *p, const std::string &folder, const Options &o,
         good = good && write_file(folder + "/" + file, p->headers[i].data(), p->headers[i].size());
     }
     if (!good) return false;
-    if (!run_compiler(p, folder, flags + defines + o.defines + " -x c++ -E " + quoted(name) +
-                                     " -o sala_sim.ii"))
+    if (!run_compiler(p, folder,
+                      flags + defines + o.defines + " -x c++ -E " + quoted(name) +
+                          " -o sala_sim.ii"))
         return false;
     if (!read_file(folder + "/sala_sim.ii", &text)) return false;
     append_kernels(&text);
@@ -2078,8 +2133,8 @@ static bool compile(Program *p, const std::string &folder, const Options &o,
 // The minor version names what else a cubin depends on, so that a cache of cubins keyed by the
 // version is right.
 API int nvrtcVersion(int *major, int *minor) {
-    const char *flags = getenv("SALA_SIM_FLAGS"), *compiler = getenv("CXX");
-    std::string all = std::string(sala_sim_header) + "/" + (flags ? flags : "") + "/" +
+    const char *compiler = getenv("CXX");
+    std::string all = std::string(sala_sim_header) + "/" + extra_flags() + "/" +
                       (compiler ? compiler : "") + "/" + (cpu_features() ? "fma" : "");
     *major = 13;
     *minor = (int)(checksum(all.data(), all.size()) & 0xFFFFF);

@@ -15,7 +15,8 @@
 
     Environment, read when used:
       CXX              the C++ compiler (c++)
-      SALA_SIM_FLAGS   more flags for it, as -fsanitize=address,undefined
+      SALA_SIM_FLAGS   more flags for it, as -fsanitize=address,undefined; without it the sanitizers
+                       that the library was built with
       SALA_SIM_SEED    seed of every random choice (1)
       SALA_SIM_ARCH    compute capability of the device (90)
       SALA_SIM_SMS     its multiprocessors (4)
@@ -90,7 +91,7 @@ struct sala_sim_api {
     void (*check)(const void *global, size_t size, size_t alignment, int line);
     void (*await)(const int *counter, int target, int line);
     void (*wait_grid)(int line);
-    void (*yield)(bool sure); // perhaps, or surely, another's turn
+    void (*yield)(bool sure); // others may go first: now and then, or (sure) half of the time
     void (*fail)(int line, const char *text);
 };
 
@@ -312,7 +313,7 @@ static inline void __nanosleep(unsigned) {
 // No atomics on floats: their sum would depend on the order.
 #define SALA_SIM_ATOMIC(name, type, expression)                                                    \
     static inline type atomic##name(type *p, type v) {                                             \
-        sala_sim->yield(false);                                                                         \
+        sala_sim->yield(false);                                                                    \
         type old = *p;                                                                             \
         *p = (type)(expression);                                                                   \
         return old;                                                                                \
@@ -322,12 +323,12 @@ static inline void __nanosleep(unsigned) {
     SALA_SIM_ATOMIC(Sub, type, old - v)                                                            \
     SALA_SIM_ATOMIC(Max, type, old > v ? old : v)                                                  \
     SALA_SIM_ATOMIC(Min, type, old < v ? old : v)                                                  \
-    SALA_SIM_ATOMIC(And, type, old & v)                                                            \
+    SALA_SIM_ATOMIC(And, type, old &v)                                                             \
     SALA_SIM_ATOMIC(Or, type, old | v)                                                             \
     SALA_SIM_ATOMIC(Xor, type, old ^ v)                                                            \
     SALA_SIM_ATOMIC(Exch, type, v)                                                                 \
     static inline type atomicCAS(type *p, type compare, type v) {                                  \
-        sala_sim->yield(false);                                                                         \
+        sala_sim->yield(false);                                                                    \
         type old = *p;                                                                             \
         if (old == compare) *p = v;                                                                \
         return old;                                                                                \
@@ -460,7 +461,7 @@ static inline uint4 sala_load_once(const void *global, SALA_SIM_LINE) {
 }
 static inline int sala_arrive(int *counter) {
     int old = atomicAdd(counter, 1);
-    sala_sim->yield(true); // the others go on before this thread does
+    sala_sim->yield(true);
     return old;
 }
 static inline void sala_await(const int *counter, int target, SALA_SIM_LINE) {

@@ -1,0 +1,227 @@
+/*  check_kernels.c - `make check-kernels`: compile the kernels for every target and look at what they need.
+
+    No GPU is used, only NVRTC. For each kernel and target one table shows the registers, shared memory and
+    what was spilled; the program fails if a target does not compile, if anything is spilled or kept in local
+    memory, or if a block wants more shared memory than the smallest target has. Targets that this NVRTC does
+    not know are named and skipped.
+
+        check_kernels [SALA.CU KERNELS.H]     without files: the sources that are built in */
+#define SALA_IMPLEMENTATION
+#include "../sala.h"
+
+#define CHECK_TARGETS 7
+static const char *const targets[CHECK_TARGETS] = {"sm_80",  "sm_86",   "sm_89",  "sm_90",
+                                                   "sm_100", "sm_120a", "sm_121a"};
+
+static const struct check_model {
+    const char *name;
+    sala_dims dims;
+} models[] = {
+    {"9B", {73448, 4096,  16384, 32, 32,          2,  128,          0,           1, 64, 32,
+            16,    1,     32,    64, 8192,        32, 32,           128,         1, 1,  1,
+            1,     1e-6f, 10000, 12, 0.24748737f, 16, 0.088388348f, 0.088388348f}},
+    {"sala-tiny",
+     {2048,        256, 768,          8,           2, 1,   128, 0, 1, 64, 32,    16,    1,
+      4,           8,   512,          2,           2, 128, 1,   1, 1, 1,  1e-6f, 10000, 12,
+      0.49497475f, 1,   0.088388348f, 0.088388348f}},
+};
+
+// Bytes of dynamic shared memory, as the launchers in sala.h ask for it; all others use none.
+static long dynamic_shared(const char *kernel, const sala_dims *m) {
+    const struct {
+        const char *kernel;
+        long bytes;
+    } known[] = {{"sala_gemm", SALA_GEMM_SHARED},
+                 {"sala_gemm_norm", SALA_GEMM_SHARED},
+                 {"sala_gemm_swiglu", SALA_GEMM_SHARED},
+                 {"sala_gla_verify", SALA__GLA_SHARED},
+                 {"sala_select_normaliser", SALA_SELECT_NORMALISER_SHARED},
+                 {"sala_select_score", SALA_SELECT_SCORE_SHARED},
+                 {"sala_select_top", SALA_SELECT_TOP_SHARED},
+                 {"sala_attend", SALA_ATTEND_SHARED},
+                 {"sala_attend_combine", SALA_ATTEND_COMBINE_SHARED(m->heads)},
+                 {"sala_sample", SALA_SAMPLE_SHARED}};
+    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++)
+        if (strcmp(kernel, known[i].kernel) == 0) return known[i].bytes;
+    return 0;
+}
+
+typedef struct usage { // of one kernel on one target; registers 0: nothing is known
+    long registers, shared, stack, stores, loads;
+} usage;
+
+typedef struct table {
+    usage of[SALA__KERNEL_COUNT][CHECK_TARGETS];
+    double seconds[CHECK_TARGETS]; // -1: this NVRTC does not know the target
+} table;
+
+static char *read_text(const char *path) {
+    FILE *f = fopen(path, "rb");
+    char *text = f ? (char *)calloc(1, (size_t)1 << 22) : NULL;
+    if (!text || fread(text, 1, ((size_t)1 << 22) - 1, f) == 0) {
+        fprintf(stderr, "check_kernels: cannot read %s\n", path);
+        exit(2);
+    }
+    fclose(f);
+    return text;
+}
+
+static int kernel_number(const char *name, size_t size) {
+    for (int i = 0; i < SALA__KERNEL_COUNT; i++)
+        if (strlen(sala__kernels[i].name) == size && memcmp(sala__kernels[i].name, name, size) == 0)
+            return i;
+    return -1;
+}
+
+// The number before a word of a line of ptxas, as in "16 bytes smem".
+static long number_before(const char *line, const char *end, const char *word) {
+    const char *at = strstr(line, word);
+    if (!at || at > end) return 0;
+    while (at > line && (at[-1] == ' ' || (at[-1] >= '0' && at[-1] <= '9'))) at--;
+    return strtol(at, NULL, 10);
+}
+
+// What ptxas -v says: "Compiling entry function 'NAME' ...", then two lines with its figures.
+static void read_log(const char *log, int target, table *t) {
+    usage *u = NULL;
+    for (const char *line = log; *line;) {
+        const char *end = strchr(line, '\n');
+        if (!end) end = line + strlen(line);
+        const char *name = strstr(line, "entry function '");
+        if (name && name < end) {
+            name += strlen("entry function '");
+            int number = kernel_number(name, strcspn(name, "'"));
+            u = number < 0 ? NULL : &t->of[number][target];
+        }
+        if (u && number_before(line, end, " registers")) {
+            u->registers = number_before(line, end, " registers");
+            u->shared = number_before(line, end, " bytes smem");
+        }
+        const char *frame = strstr(line, " bytes stack frame");
+        if (u && frame && frame < end) {
+            u->stack = number_before(line, end, " bytes stack frame");
+            u->stores = number_before(line, end, " bytes spill stores");
+            u->loads = number_before(line, end, " bytes spill loads");
+        }
+        line = *end ? end + 1 : end;
+    }
+}
+
+// Compile one unit of the source. Returns 1, 0 when this NVRTC does not know the target, -1 on an error.
+static int compile_unit(sala__cuda *c, int target, int unit, const char *dims, table *t) {
+    enum { INVALID_OPTION = 5 };
+    char architecture[48], number[32];
+    snprintf(architecture, sizeof architecture, "--gpu-architecture=%s", targets[target]);
+    snprintf(number, sizeof number, "-DSALA_UNIT=%d", unit);
+    const char *options[] = {architecture, number,         dims,
+                             "-std=c++17", "--fmad=false", "--ptxas-options=-v"};
+    const char *name = "kernels.h";
+    sala__cu_program program = NULL;
+    size_t size = 0;
+    unsigned code = c->api.nvrtcCreateProgram(&program, c->source, "sala.cu", 1, &c->header, &name);
+    if (code == 0)
+        code =
+            c->api.nvrtcCompileProgram(program, (int)(sizeof options / sizeof *options), options);
+    c->api.nvrtcGetProgramLogSize(program, &size);
+    char *log = (char *)calloc(1, size + 1);
+    if (log && size) c->api.nvrtcGetProgramLog(program, log);
+    c->api.nvrtcDestroyProgram(&program);
+    if (log && code == 0) read_log(log, target, t);
+    if (code && code != INVALID_OPTION)
+        fprintf(stderr, "%s: %s\n", targets[target], log ? log : "out of memory");
+    free(log);
+    return code == 0 ? 1 : code == INVALID_OPTION ? 0 : -1;
+}
+
+// All targets. Returns how many did not compile.
+static int compile_all(sala__cuda *c, const sala_dims *m, table *t) {
+    int failed = 0, units = strstr(c->source, "SALA_UNIT") ? SALA__GPU_UNITS : 1;
+    char dims[1024];
+    memset(t, 0, sizeof *t);
+    sala__gpu_dims_option(m, dims);
+    for (int target = 0; target < CHECK_TARGETS; target++) {
+        double began = sala__now();
+        int code = 1;
+        for (int unit = 0; unit < units && code == 1; unit++)
+            code = compile_unit(c, target, unit, dims, t);
+        t->seconds[target] = code ? sala__now() - began : -1;
+        failed += code < 0;
+    }
+    return failed;
+}
+
+// One line of the table. Returns how many faults were found.
+static int print_kernel(int kernel, const sala_dims *m, const table *t) {
+    const char *name = sala__kernels[kernel].name;
+    long dynamic = dynamic_shared(name, m), most = 0;
+    int faults = 0;
+    for (int i = 0; i < CHECK_TARGETS; i++)
+        if (t->of[kernel][i].shared > most) most = t->of[kernel][i].shared;
+    printf("%-24s %5d %8ld", name, (int)sala__kernels[kernel].threads, most + dynamic);
+    for (int i = 0; i < CHECK_TARGETS; i++) {
+        const usage *u = &t->of[kernel][i];
+        char cell[64] = "-";
+        int spilled = u->stack || u->stores || u->loads;
+        if (u->registers) snprintf(cell, sizeof cell, "%ld%s", u->registers, spilled ? "!" : "");
+        printf(" %8s", cell);
+        faults += t->seconds[i] >= 0 && (spilled || u->registers == 0);
+    }
+    printf("\n");
+    for (int i = 0; i < CHECK_TARGETS; i++) {
+        const usage *u = &t->of[kernel][i];
+        if (u->stack || u->stores || u->loads)
+            printf("  ! %s: stack frame %ld, spill stores %ld, spill loads %ld bytes\n", targets[i],
+                   u->stack, u->stores, u->loads);
+        if (t->seconds[i] >= 0 && u->registers == 0) printf("  ! %s: not compiled\n", targets[i]);
+    }
+    if (most + dynamic > SALA__SHARED_MOST) {
+        printf("  ! more than %d bytes of shared memory\n", SALA__SHARED_MOST);
+        faults++;
+    }
+    return faults;
+}
+
+static int check_model(sala__cuda *c, const struct check_model *model) {
+    static table t;
+    int faults = compile_all(c, &model->dims, &t), known = 0;
+    printf("%-24s %5s %8s", model->name, "block", "shared");
+    for (int i = 0; i < CHECK_TARGETS; i++) printf(" %8s", targets[i]);
+    printf("\n");
+    for (int i = 0; i < SALA__KERNEL_COUNT; i++) faults += print_kernel(i, &model->dims, &t);
+    printf("%-24s %5s %8s", "seconds to compile", "", "");
+    for (int i = 0; i < CHECK_TARGETS; i++) {
+        if (t.seconds[i] >= 0)
+            printf(" %8.1f", t.seconds[i]);
+        else
+            printf(" %8s", "skipped");
+        known += t.seconds[i] >= 0;
+    }
+    printf("\n\n");
+    return known ? faults : faults + 1;
+}
+
+int main(int argc, char **argv) {
+    sala__cuda c;
+    sala_error err;
+    memset(&c, 0, sizeof c);
+    memset(&err, 0, sizeof err);
+    c.major = 8;
+    c.driver_version = 1000 * INT16_MAX; // there is none that a compiler could be too new for
+    const char *own = sala__cuda_setting("SALA_NVRTC");
+    int code = own ? sala__cuda_try_compiler(&c, own, &err) : SALA_E_DEVICE;
+    for (int major = 13; major >= 12 && code < 0 && !own; major--)
+        code = sala__cuda_search_compiler(&c, major, &err);
+    if (code < 0) {
+        fprintf(stderr, "check_kernels: no NVRTC: %s\n", err.code ? err.text : "set SALA_NVRTC");
+        return 2;
+    }
+    c.source = argc == 3 ? read_text(argv[1]) : sala__source_cu;
+    c.header = argc == 3 ? read_text(argv[2]) : sala__source_kernels;
+    printf("NVRTC %d.%d; registers a thread for each target\n\n", c.compiler_version / 1000,
+           c.compiler_version % 1000 / 10);
+    int faults = 0;
+    for (size_t i = 0; i < sizeof models / sizeof models[0]; i++)
+        faults += check_model(&c, &models[i]);
+    printf("%d faults\n", faults);
+    return faults > 0;
+}
