@@ -576,7 +576,7 @@ typedef struct sala_product_args {
 } sala_product_args;
 
 #define SALA_SELECT_PART 128 // rows of tier 2, or blocks, that one unit of block selection takes
-#define SALA_ATTEND_PART 4   // listed blocks that one unit of attention takes
+#define SALA_ATTEND_PART 2   // listed blocks that one unit of attention takes
 
 // Row-major matrix -> packed.
 typedef struct sala_pack_args {

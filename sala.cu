@@ -1069,23 +1069,35 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 
 
 // ---- 6. sparse attention: compressed rows, block selection, attention over blocks ----
-// The units of work are (part, row of the pass, K/V head): a fixed number of blocks stride over
-// them, rows innermost, so that the nodes of a tree meet in the L2 cache. Parts stand at absolute
-// positions; how many there are is read on the device.
+// blockIdx.x is a list: (row of the pass, K/V head); blockIdx.y, in strides of gridDim.y, a part of
+// it. Lists are innermost, so that the nodes of a tree meet in the L2 cache. Parts stand at absolute
+// positions; how many there are is read on the device. Code that lies cold between other kernels
+// costs more than what it does: data goes to shared memory in the background, loops stay loops.
 
 #define SALA_INFINITY __uint_as_float(0x7F800000u)
 #define SALA_GROUP (MODEL.heads / MODEL.kv_heads) // query heads of a K/V head: rows of an MMA
 
-// A row of the pass and what it sees.
+// A list's row and what it sees.
 typedef struct sala_view {
-    int row, position, stored;
+    int row, head, position, stored;
     const int32_t *pages; // of its sequence
     const int32_t *path;  // rows of the nodes at positions stored, stored + 1, ...
 } sala_view;
 
-SALA_DEVICE sala_view sala_view_of(const sala_rows *rows, int row) {
-    const sala_seq *seq = &rows->seqs[rows->seq[row]];
-    return {row, rows->position[row], seq->stored, seq->pages, rows->path + row * SALA_MAX_PATH};
+// The list's row and position; false if there is no such row.
+SALA_DEVICE bool sala_view_row(sala_view *v, const sala_rows *rows) {
+    v->row = (int)blockIdx.x / MODEL.kv_heads;
+    v->head = (int)blockIdx.x % MODEL.kv_heads;
+    if (v->row >= rows->count) return false;
+    v->position = rows->position[v->row];
+    return true;
+}
+
+SALA_DEVICE void sala_view_open(sala_view *v, const sala_rows *rows) { // the rest
+    const sala_seq *seq = &rows->seqs[rows->seq[v->row]];
+    v->stored = seq->stored;
+    v->pages = seq->pages;
+    v->path = rows->path + v->row * SALA_MAX_PATH;
 }
 
 // Page of a block of the row's sequence; 0 if all its tokens lie with nodes.
@@ -1093,15 +1105,9 @@ SALA_DEVICE int sala_view_page(const sala_view *v, int block) {
     return block * MODEL.block < v->stored ? v->pages[block] : 0;
 }
 
-// Where the key and the value of position u lie, given the page of its block: the number of the
-// vector in the pools, or ~number among the nodes (of the row's path).
-SALA_DEVICE int sala_view_place(const sala_view *v, int head, int page, int u) {
-    if (u < v->stored) return (page * MODEL.kv_heads + head) * MODEL.block + u % MODEL.block;
-    return ~(v->path[u - v->stored] * MODEL.kv_heads + head);
-}
-
-SALA_DEVICE const sala_act *sala_at_place(const sala_act *pool, const sala_act *nodes, int place) {
-    return place >= 0 ? pool + (int64_t)place * 128 : nodes + (int64_t)~place * 128;
+// The K/V head's vector of a row of the pass among the nodes.
+SALA_DEVICE int64_t sala_node_at(const sala_view *v, int row) {
+    return ((int64_t)row * MODEL.kv_heads + v->head) * 128;
 }
 
 SALA_DEVICE int sala_tier_of(int tier, int n) { // rows of a tier that n tokens complete
@@ -1112,20 +1118,6 @@ SALA_DEVICE int sala_tier_of(int tier, int n) { // rows of a tier that n tokens 
 // Can selection drop any block of a token at this position?
 SALA_DEVICE bool sala_selects(int position) {
     return position + 1 >= MODEL.dense_len && position / MODEL.block + 1 > MODEL.top_k;
-}
-
-// The largest value of the block's threads; `partial` [warps] ints of shared memory.
-SALA_DEVICE int sala_block_max(int x, int *partial) {
-    for (int step = 16; step > 0; step >>= 1) {
-        int other = __shfl_xor_sync(0xFFFFFFFFu, x, step);
-        if (other > x) x = other;
-    }
-    if ((threadIdx.x & 31) == 0) partial[threadIdx.x >> 5] = x;
-    __syncthreads();
-    for (int w = 0; w < (int)blockDim.x >> 5; w++)
-        if (partial[w] > x) x = partial[w];
-    __syncthreads();
-    return x;
 }
 
 // Maximum and sum over the four lanes of a quad.
@@ -1139,80 +1131,50 @@ SALA_DEVICE float sala_quad_sum(float x) {
     return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
 }
 
-// ---- products of a group's queries and keys ----
-// A dot product does not care about the order of the dims: lane c of a quad takes dims 8c .. 8c+7
-// of each run of 32, for queries and for keys, which so come as 16 contiguous bytes.
+// ---- vectors in shared memory and their products ----
 
-// The queries of a group (from its first head on) as the A operand; rows beyond the group are zero.
-SALA_DEVICE void sala_query_load(uint32_t a[8][4], const sala_act *q) {
-    int lane = (int)threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-    const uint4 zero = make_uint4(0, 0, 0, 0);
-#pragma unroll
-    for (int run = 0; run < 4; run++) {
-        const sala_act *from = q + g * 128 + run * 32 + c * 8;
-        uint4 x = g < SALA_GROUP ? *(const uint4 *)from : zero;
-        uint4 y = g + 8 < SALA_GROUP ? *(const uint4 *)(from + 8 * 128) : zero;
-        a[2 * run][0] = x.x, a[2 * run][1] = y.x, a[2 * run][2] = x.y, a[2 * run][3] = y.y;
-        a[2 * run + 1][0] = x.z, a[2 * run + 1][1] = y.z;
-        a[2 * run + 1][2] = x.w, a[2 * run + 1][3] = y.w;
-    }
+// Where piece p (16 bytes) of vector n lies: eight vectors' same pieces are in different banks.
+SALA_DEVICE int sala_vector_at(int n, int p) {
+    return n * 128 + (p ^ (n & 7)) * 8;
 }
 
-// This lane's part of a key; zeros if it is not there.
-SALA_DEVICE void sala_key_load(uint4 k[4], const sala_act *key, bool there) {
-    int c = (int)threadIdx.x & 3;
-#pragma unroll
-    for (int run = 0; run < 4; run++) {
-        k[run] = make_uint4(0, 0, 0, 0);
-        if (there) k[run] = *(const uint4 *)(key + run * 32 + c * 8);
-    }
+// The queries of a group to shared memory, in the background; rows beyond the group are zero.
+SALA_DEVICE void sala_query_load(sala_act *to, const sala_act *q, const sala_view *v) {
+    const sala_act *from = q + ((int64_t)v->row * MODEL.heads + v->head * SALA_GROUP) * 128;
+#pragma unroll 1
+    for (int i = (int)threadIdx.x; i < 256; i += (int)blockDim.x)
+        sala_copy16_or_zero(to + sala_vector_at(i >> 4, i & 15), from + i * 8, i >> 4 < SALA_GROUP);
 }
 
-// d[head][key] = q . k * attn_scale for eight keys.
-SALA_DEVICE void sala_score_tile(float d[4], const uint32_t a[8][4], const uint4 k[4]) {
-    d[0] = d[1] = d[2] = d[3] = 0;
+// s[i] = q . k * attn_scale / ln 2 of the heads and keys 8i .. 8i + 7, of `keys`, a constant: all
+// scores, maxima and logarithms of sums are binary, since exp2f is half the code of expf.
+SALA_DEVICE void sala_score_keys(float (*s)[4], const sala_act *q, const sala_act *k, int keys) {
+    int lane = (int)threadIdx.x & 31, row = lane & 15;
 #pragma unroll
-    for (int run = 0; run < 4; run++) {
-        uint32_t low[2] = {k[run].x, k[run].y}, high[2] = {k[run].z, k[run].w};
-        sala_mma(d, a[2 * run], low);
-        sala_mma(d, a[2 * run + 1], high);
+    for (int i = 0; i < keys / 2; i++) s[i / 4][i % 4] = 0;
+#pragma unroll
+    for (int step = 0; step < 8; step++) {
+        int at = sala_vector_at(row, lane >> 4) ^ (step * 16); // two pieces a step
+        uint32_t a[4], b[4];
+        sala_ldmatrix4(a, q + at);
+#pragma unroll
+        for (int i = 0; i < keys / 8; i += 2) {
+            sala_ldmatrix4(b, k + i * 8 * 128 + at);
+            uint32_t low[2] = {b[0], b[2]}, high[2] = {b[1], b[3]};
+            sala_mma(s[i], a, low);
+            sala_mma(s[i + 1], a, high);
+        }
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++) d[i] *= MODEL.attn_scale;
+    for (int i = 0; i < keys / 2; i++) s[i / 4][i % 4] *= MODEL.attn_scale * 1.44269504f;
 }
 
 // ---- selection, 1: compressed rows and normalisers ----
 
-// Element x of compressed row j: the mean of its window's keys, summed in position order as on the
-// CPU, the same bits. Windows are runs of 16 tokens, which never cross a block.
-SALA_DEVICE sala_act sala_tier_mean(const sala_select_args *a, const sala_view *v, int head,
-                                    int tier, int j, int x) {
-    int scale = tier == 1 ? 1 : 4, kernel = MODEL.kernel * scale, first = MODEL.stride * scale * j;
-    float sum = 0;
-#pragma unroll 2
-    for (int run = first; run < first + kernel; run += 16) {
-        int page = sala_view_page(v, run / MODEL.block);
-#pragma unroll
-        for (int u = run; u < run + 16; u++)
-            sum += sala_load(
-                sala_at_place(a->pages.k, a->nodes.k, sala_view_place(v, head, page, u))[x]);
-    }
-    return sala_store(sum / (float)kernel);
-}
-
-// The compressed rows that the row's token completes: half of the block makes each tier's.
-SALA_DEVICE void sala_complete_tiers(const sala_select_args *a, const sala_view *v, int head) {
-    const sala_dims m = MODEL;
-    int tier = threadIdx.x < 128 ? 1 : 2, x = (int)threadIdx.x & 127;
-    int j = sala_tier_of(tier, v->position + 1) - 1;
-    if (j < 0 || sala_tier_last(&m, tier, j) != v->position) return;
-    sala_act *out = tier == 1 ? a->nodes.tier1 : a->nodes.tier2;
-    out[((int64_t)v->row * MODEL.kv_heads + head) * 128 + x] =
-        sala_tier_mean(a, v, head, tier, j, x);
-}
-
 typedef struct sala_normaliser_shared {
-    sala_act own[128]; // the row of tier 2 that the path completes
+    sala_act q[16 * 128];
+    sala_act keys[SALA_SELECT_PART * 128]; // rows of tier 2
+    sala_act window[128 * 128];            // keys of the tokens of a new row
     float max[8][16], sum[8][16];
 } sala_normaliser_shared;
 
@@ -1221,99 +1183,154 @@ SALA_DEVICE int sala_normaliser_parts(int position) {
     return (sala_tier_of(2, position + 1) + SALA_SELECT_PART - 1) / SALA_SELECT_PART;
 }
 
-// Maximum and sum of exp(score - maximum) over the columns below `visible` of a warp's two tiles,
-// for its 16 heads.
-SALA_DEVICE void sala_normaliser_warp(sala_normaliser_shared *shared, const float s[2][4],
-                                      int visible) {
-    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, c = lane & 3;
-#pragma unroll
-    for (int half = 0; half < 2; half++) { // heads lane / 4 and lane / 4 + 8
-        float max = -SALA_INFINITY, sum = 0;
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (i / 2 * 8 + 2 * c + i % 2 < visible) max = fmaxf(max, s[i / 2][2 * half + i % 2]);
-        max = sala_quad_max(max);
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (i / 2 * 8 + 2 * c + i % 2 < visible) sum += expf(s[i / 2][2 * half + i % 2] - max);
-        sum = sala_quad_sum(sum);
-        if (c == 0) shared->max[warp][lane / 4 + 8 * half] = max;
-        if (c == 0) shared->sum[warp][lane / 4 + 8 * half] = sum;
+// The keys of the tokens first .. first + count - 1, of at most two blocks, to shared memory.
+SALA_DEVICE void sala_window_load(const sala_select_args *a, const sala_view *v, int first,
+                                  int count, sala_act *to) {
+    int low = sala_view_page(v, first / 64), high = sala_view_page(v, first / 64 + 1);
+    int piece = ((int)threadIdx.x & 15) * 8;
+#pragma unroll 1
+    for (int i = (int)threadIdx.x >> 4; i < count; i += 16) {
+        int u = first + i, page = u / 64 == first / 64 ? low : high;
+        const sala_act *from =
+            a->pages.k + (((int64_t)page * MODEL.kv_heads + v->head) * 64 + u % 64) * 128;
+        if (u >= v->stored) from = a->nodes.k + sala_node_at(v, v->path[u - v->stored]);
+        sala_copy16(to + i * 128 + piece, from + piece);
     }
+    sala_copy_commit();
+    SALA_COPY_WAIT(0);
+    __syncthreads();
 }
 
-// One part of a row's normalisers: 128 rows of tier 2, 16 a warp. A row that a node of the path
-// completes lies nowhere yet (another block may be making it), so it is made here.
-SALA_DEVICE void sala_normaliser_part(const sala_select_args *a, const sala_view *v, int head,
-                                      int part, sala_normaliser_shared *shared) {
-    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
-    int rows = sala_tier_of(2, v->position + 1), in_pages = sala_tier_of(2, v->stored);
-    int first = part * SALA_SELECT_PART + warp * 16, j = first + (lane & 15);
-    int page = j < rows && j < in_pages ? v->pages[j + 1] : 0; // its last token is in block j + 1
-    uint32_t q[8][4];
-    uint4 k[2][4];
+// Element x of a compressed row: the mean of its window's keys, summed in position order as on the
+// CPU, the same bits.
+SALA_DEVICE sala_act sala_window_mean(const sala_act *keys, int count) {
+    float sum = 0;
+#pragma unroll 4
+    for (int i = 0; i < count; i++) sum += sala_load(keys[i * 128]);
+    return sala_store(sum * (count == 32 ? 1.0f / 32 : 1.0f / 128)); // a power of two: exact
+}
+
+SALA_DEVICE bool sala_completes(int position) { // does its token complete compressed rows?
+    return position >= 31 && position % 16 == 15;
+}
+
+// The compressed rows that the row's token completes: half of the block makes each tier's. `part`
+// >= 0 instead: the row of tier 2 that a node of the path completed, if the part has it, into the
+// part's keys (another block may be making it for the nodes).
+SALA_DEVICE void sala_complete_tiers(const sala_select_args *a, const sala_view *v, int part,
+                                     sala_normaliser_shared *shared) {
+    int end = v->position + 1, row = sala_tier_of(2, end) - 1, x = (int)threadIdx.x & 127;
+    int count = part >= 0 || (row >= 0 && row * 64 + 128 == end) ? 128 : 32;
+    int own = threadIdx.x < 128 ? 32 : 128, local = row - part * SALA_SELECT_PART;
+    sala_act *to = threadIdx.x < 128 ? a->nodes.tier1 : a->nodes.tier2;
+    if (part >= 0) {
+        if (row < sala_tier_of(2, v->stored) || local >= SALA_SELECT_PART) return;
+        end = row * 64 + 128;
+    }
+    sala_window_load(a, v, end - count, count, shared->window);
+    if (own <= count && (part < 0 || own == 128)) {
+        sala_act mean = sala_window_mean(shared->window + (count - own) * 128 + x, own);
+        if (part < 0)
+            to[sala_node_at(v, v->row) + x] = mean;
+        else
+            shared->keys[sala_vector_at(local, x >> 3) + (x & 7)] = mean;
+    }
+    __syncthreads();
+}
+
+// A warp's 16 rows of tier 2 to shared memory, those that lie in pages.
+SALA_DEVICE void sala_normaliser_load(const sala_select_args *a, const sala_view *v, int first,
+                                      sala_act *keys) {
+    int lane = (int)threadIdx.x & 31, in_pages = sala_tier_of(2, v->stored) - first;
+    int page = (lane & 15) < in_pages ? v->pages[first + (lane & 15) + 1] : 0; // of its last token
+#pragma unroll 1
+    for (int i = 0; i < 8; i++) {
+        int row = 2 * i + (lane >> 4);
+        int64_t at = (int64_t)__shfl_sync(0xFFFFFFFFu, page, row) * MODEL.kv_heads + v->head;
+        if (row < in_pages)
+            sala_copy16(keys + sala_vector_at(row, lane & 15),
+                        a->pages.tier2 + at * 128 + (lane & 15) * 8);
+    }
+    sala_copy_commit();
+}
+
+// One part of a row's normalisers: 128 rows of tier 2, 16 a warp. For each head the maximum of the
+// scores and the sum of exp2(score - maximum).
+SALA_DEVICE void sala_normaliser_part(const sala_select_args *a, const sala_view *v, int part,
+                                      sala_normaliser_shared *shared) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, h = lane >> 2, c = lane & 3;
+    int visible = sala_tier_of(2, v->position + 1) - part * SALA_SELECT_PART - warp * 16 - 2 * c;
     float s[2][4];
-    if (in_pages < rows && rows <= (part + 1) * SALA_SELECT_PART) { // the last row is the path's
-        if (threadIdx.x < 128)
-            shared->own[threadIdx.x] = sala_tier_mean(a, v, head, 2, rows - 1, (int)threadIdx.x);
-        __syncthreads();
-    }
-    sala_query_load(q, a->q + ((int64_t)v->row * MODEL.heads + head * SALA_GROUP) * 128);
+    SALA_COPY_WAIT(0);
+    __syncthreads();
+    sala_score_keys(s, shared->q, shared->keys + warp * 16 * 128, 16);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        int row = first + 8 * i + (lane >> 2);
-        int64_t at = (int64_t)__shfl_sync(0xFFFFFFFFu, page, 8 * i + (lane >> 2)) * MODEL.kv_heads;
-        const sala_act *key = row < in_pages ? a->pages.tier2 + (at + head) * 128 : shared->own;
-        sala_key_load(k[i], key, row < rows);
+    for (int half = 0; half < 2; half++) { // heads h and h + 8
+        float max = -SALA_INFINITY;
+        for (int i = 0; i < 4; i++)
+            if (i / 2 * 8 + i % 2 < visible) max = fmaxf(max, s[i / 2][2 * half + i % 2]);
+        max = sala_quad_max(max);
+        if (c == 0) shared->max[warp][h + 8 * half] = max;
     }
+    __syncthreads();
 #pragma unroll
-    for (int i = 0; i < 2; i++) sala_score_tile(s[i], q, k[i]);
-    sala_normaliser_warp(shared, s, rows - first);
+    for (int half = 0; half < 2; half++) {
+        float max = -SALA_INFINITY, sum = 0;
+        for (int w = 0; w < 8; w++) max = fmaxf(max, shared->max[w][h + 8 * half]);
+        for (int i = 0; i < 4; i++)
+            if (i / 2 * 8 + i % 2 < visible) sum += exp2f(s[i / 2][2 * half + i % 2] - max);
+        sum = sala_quad_sum(sum);
+        if (c == 0) shared->sum[warp][h + 8 * half] = sum;
+    }
     __syncthreads();
     if (threadIdx.x < SALA_GROUP) {
-        int h = (int)threadIdx.x, parts = (a->capacity + SALA_SELECT_PART - 1) / SALA_SELECT_PART;
+        int own = (int)threadIdx.x, parts = (a->capacity + SALA_SELECT_PART - 1) / SALA_SELECT_PART;
         float max = -SALA_INFINITY, sum = 0;
-        for (int w = 0; w < 8; w++) max = fmaxf(max, shared->max[w][h]);
-        for (int w = 0; w < 8; w++) // -inf where a warp sees no row
-            sum = fmaf(shared->sum[w][h], expf(shared->max[w][h] - max), sum);
-        int64_t to = ((int64_t)v->row * MODEL.heads + head * SALA_GROUP + h) * parts + part;
+        for (int w = 0; w < 8; w++) max = fmaxf(max, shared->max[w][own]);
+        for (int w = 0; w < 8; w++) sum += shared->sum[w][own];
+        int64_t to = ((int64_t)v->row * MODEL.heads + v->head * SALA_GROUP + own) * parts + part;
         *(float2 *)(a->normaliser + 2 * to) = make_float2(max, sum);
     }
     __syncthreads();
 }
 
-// The compressed rows that nodes complete, then the normalisers' parts. Reads the rows of tier 2,
-// 32 KiB a part. Twin: sala__op_store_tiers and the first half of sala__row_scores.
+// The compressed rows that nodes complete (blockIdx.y 0), then the normalisers' parts. Reads the
+// rows of tier 2, 32 KiB a part. Twin: sala__op_store_tiers, the first half of sala__row_scores.
 extern "C" __global__ void __launch_bounds__(256, 2)
     sala_select_normaliser(const __grid_constant__ sala_select_args a) {
     sala_launch_next();
     sala_wait_grid();
     sala_normaliser_shared *shared = (sala_normaliser_shared *)sala_shared();
-    int count = a.rows->count, lists = count * MODEL.kv_heads, parts = 0;
-    for (int r = (int)threadIdx.x; r < count; r += 256)
-        parts = max(parts, sala_normaliser_parts(a.rows->position[r]));
-    parts = sala_block_max(parts, (int *)shared);
-    for (int item = (int)blockIdx.x; item < lists * (1 + parts); item += (int)gridDim.x) {
-        sala_view v = sala_view_of(a.rows, item % count);
-        int head = item / count % MODEL.kv_heads, part = item / lists - 1;
-        if (part < 0)
-            sala_complete_tiers(&a, &v, head);
-        else if (part < sala_normaliser_parts(v.position))
-            sala_normaliser_part(&a, &v, head, part, shared);
+    int part = (int)blockIdx.y - 1, warp = (int)threadIdx.x >> 5;
+    sala_view v;
+    if (!sala_view_row(&v, a.rows)) return;
+    int parts = sala_normaliser_parts(v.position);
+    if (part < 0 && !sala_completes(v.position)) part += (int)gridDim.y;
+    if (part >= parts) return;
+    sala_view_open(&v, a.rows);
+    if (parts) sala_query_load(shared->q, a.q, &v);
+#pragma unroll 1
+    for (; part < parts; part += (int)gridDim.y) {
+        if (part >= 0)
+            sala_normaliser_load(&a, &v, part * SALA_SELECT_PART + warp * 16,
+                                 shared->keys + warp * 16 * 128);
+        sala_complete_tiers(&a, &v, part, shared);
+        if (part >= 0) sala_normaliser_part(&a, &v, part, shared);
     }
 }
 
 // ---- selection, 2: block scores ----
-// The page of block b holds rows 4b-1 .. 4b+2 of tier 1: those whose last token lies in b. A tile
-// of eight rows is two pages; a part of 128 blocks is 64 tiles, and the first row of the next page,
-// which its last block shares with the next part: both compute it alike.
+// The page of block b holds rows 4b-1 .. 4b+2 of tier 1: those whose last token lies in b. A warp's
+// tile of 16 rows is four pages; a part of 128 blocks is 32 tiles, and the first row of the next
+// page, which its last block shares with the next part: both compute it alike.
 
-#define SALA_SCORE_ROUNDS 9 // tiles of a warp: the ninth is warp 0's, for the shared row
-#define SALA_SCORE_AHEAD 3  // tiles that are on their way at a time
+#define SALA_SCORE_ROUNDS 5 // tiles of a warp: the fifth is warp 0's, for the shared row
 
 typedef struct sala_score_shared {
-    float lse[16];                       // log-sum-exp of tier 2 of each head
-    float sum[4 * SALA_SELECT_PART + 8]; // row scores: [x] is of row 4 * first block - 1 + x
+    sala_act q[16 * 128];
+    sala_act keys[8][2][16 * 128];      // of each warp, two rounds
+    float lse[16];                      // log-sum-exp of tier 2 of each head
+    float sum[SALA_SCORE_ROUNDS * 128]; // row scores: [x] is of row 4 * first block - 1 + x
 } sala_score_shared;
 
 SALA_DEVICE int sala_score_parts(int position) {
@@ -1322,66 +1339,81 @@ SALA_DEVICE int sala_score_parts(int position) {
 }
 
 // Log-sum-exp of each head from the parts of the normaliser: 16 lanes a head, lane i takes parts i,
-// i + 16, ... in order, then a tree.
-SALA_DEVICE void sala_score_lse(const sala_select_args *a, const sala_view *v, int head,
-                                float *lse) {
+// i + 16, ... in order, then a tree. No row of tier 2: infinity, so that all scores are 0.
+SALA_DEVICE void sala_score_lse(const sala_select_args *a, const sala_view *v, float *lse) {
     int h = (int)threadIdx.x >> 4, i = (int)threadIdx.x & 15;
-    int parts = h < SALA_GROUP ? sala_normaliser_parts(v->position) : 0;
+    int parts = sala_normaliser_parts(v->position);
     int stride = (a->capacity + SALA_SELECT_PART - 1) / SALA_SELECT_PART;
-    const float2 *from = (const float2 *)a->normaliser +
-                         ((int64_t)v->row * MODEL.heads + head * SALA_GROUP + h) * stride;
+    const float2 *from =
+        (const float2 *)a->normaliser +
+        ((int64_t)v->row * MODEL.heads + v->head * SALA_GROUP + min(h, SALA_GROUP - 1)) * stride;
     float max = -SALA_INFINITY, sum = 0;
-    for (int p = i; p < parts; p += 16) max = fmaxf(max, from[p].x);
+#pragma unroll 1
+    for (int p = 0; p < parts; p += 16)
+        if (p + i < parts) max = fmaxf(max, from[p + i].x);
     for (int step = 8; step > 0; step >>= 1)
         max = fmaxf(max, __shfl_xor_sync(0xFFFFFFFFu, max, step));
-    for (int p = i; p < parts; p += 16) sum = fmaf(from[p].y, expf(from[p].x - max), sum);
+#pragma unroll 1
+    for (int p = 0; p < parts; p += 16) {
+        float2 own = p + i < parts ? from[p + i] : make_float2(max, 0);
+        sum = fmaf(own.y, exp2f(own.x - max), sum);
+    }
     for (int step = 8; step > 0; step >>= 1) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
-    if (i == 0) lse[h] = max + logf(sum);
+    if (i == 0) lse[h] = parts ? max + log2f(sum) : SALA_INFINITY;
 }
 
 // What a lane must know to load its keys of the warp's tiles: tile warp + 8i in round i.
 typedef struct sala_score_lane {
-    const sala_act *pool; // its slot of page 0
-    const sala_act *own;  // row own_row, which lies with a node of the path
-    int own_row, rows;    // rows: that the token sees
-    int row;              // its row in round 0, 64 more each round
-    int page;             // lane 2i + half: page of the tile's first or second block in round i
+    const sala_act *pool, *own; // its piece of a page's first row, and of the row of a node
+    int page;                   // lane 4i + b: page of the tile's block b in round i
+    int rows, own_row;          // rows of the part in pages, the one that lies with a node (or -1)
 } sala_score_lane;
 
 SALA_DEVICE sala_score_lane sala_score_lane_of(const sala_select_args *a, const sala_view *v,
-                                               int head, int first_block) {
-    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, g = lane >> 2;
-    int block = first_block + 2 * (warp + 8 * (lane >> 1)) + (lane & 1);
-    int rows = sala_tier_of(1, v->position + 1);
-    sala_score_lane l = {a->pages.tier1 + (head * 4 + (g & 3)) * 128, NULL, -2, rows,
-                         4 * first_block - 1 + 8 * warp + g,          0};
-    if (block <= first_block + SALA_SELECT_PART) l.page = sala_view_page(v, block);
-    if (rows > sala_tier_of(1, v->stored)) { // at most one: paths are short
+                                               int part) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, piece = (lane & 15) * 8;
+    int first = part * SALA_SELECT_PART, block = first + 4 * (warp + 8 * (lane >> 2)) + (lane & 3);
+    int rows = sala_tier_of(1, v->position + 1), in_pages = min(sala_tier_of(1, v->stored), rows);
+    sala_score_lane l = {a->pages.tier1 + v->head * 512 + lane * 8, NULL, 0, 0, -1};
+    if (block <= first + SALA_SELECT_PART) l.page = sala_view_page(v, block);
+    l.rows = min(in_pages - (4 * first - 1), 4 * SALA_SELECT_PART + 1);
+    if (rows > in_pages) { // at most one: paths are short
         int node = v->path[16 * (rows - 1) + 31 - v->stored];
-        l.own = a->nodes.tier1 + ((int64_t)node * MODEL.kv_heads + head) * 128;
-        l.own_row = rows - 1;
+        l.own = a->nodes.tier1 + sala_node_at(v, node) + piece;
+        l.own_row = rows - 1 - (4 * first - 1);
     }
     return l;
 }
 
-SALA_DEVICE void sala_score_load(uint4 k[4], const sala_score_lane *l, int i) {
-    int g = ((int)threadIdx.x & 31) >> 2, j = l->row + 64 * i;
-    int page = __shfl_sync(0xFFFFFFFFu, l->page, 2 * i + (g >> 2));
-    const sala_act *key = l->pool + (int64_t)page * (MODEL.kv_heads * 4 * 128);
-    if (j == l->own_row) key = l->own;
-    sala_key_load(k, key, j >= 0 && j < l->rows && (i < SALA_SCORE_ROUNDS - 1 || threadIdx.x < 4));
+SALA_DEVICE void sala_score_load(sala_act *keys, const sala_score_lane *l, int i) {
+    int lane = (int)threadIdx.x & 31, first = 16 * (((int)threadIdx.x >> 5) + 8 * i);
+    int own = l->own_row - first, rows = l->rows - first;
+#pragma unroll 1
+    for (int b = 0; b < 4; b++) {
+        int row = 4 * b + (lane >> 4), page = __shfl_sync(0xFFFFFFFFu, l->page, 4 * i + b);
+        const sala_act *from = l->pool + (int64_t)page * (MODEL.kv_heads * 512);
+        int at = sala_vector_at(row, lane & 15);
+        if (row < rows) sala_copy16(keys + at, from);
+        if (row + 2 < rows) sala_copy16(keys + ((at + 256) ^ 16), from + 256);
+    }
+    if (own >= 0 && own < 16) sala_copy16(keys + sala_vector_at(own, lane & 15), l->own);
+    sala_copy_commit();
 }
 
-// sum[x] = sum over the heads of the group of exp(score - lse), always the same tree.
-SALA_DEVICE void sala_score_heads(const float d[4], float lse, float lse8, float *sum) {
+// sum[x] = sum over the heads of the group of exp2(score - lse), always the same tree.
+SALA_DEVICE void sala_score_heads(const float s[2][4], const float *lse, float *sum) {
     int lane = (int)threadIdx.x & 31, g = lane >> 2;
-    float x = g < SALA_GROUP ? expf(d[0] - lse) : 0, y = g < SALA_GROUP ? expf(d[1] - lse) : 0;
-    if (g + 8 < SALA_GROUP) x += expf(d[2] - lse8), y += expf(d[3] - lse8);
-    for (int step = 4; step < 32; step *= 2) {
-        x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
-        y += __shfl_xor_sync(0xFFFFFFFFu, y, step);
+    float low = lse[g], high = lse[g + 8], x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        x[i] = g < SALA_GROUP ? exp2f(s[i / 2][i % 2] - low) : 0;
+        if (g + 8 < SALA_GROUP) x[i] += exp2f(s[i / 2][i % 2 + 2] - high);
     }
-    if (g == 0) sum[2 * lane] = x, sum[2 * lane + 1] = y;
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2)
+        for (int i = 0; i < 4; i++) x[i] += __shfl_xor_sync(0xFFFFFFFFu, x[i], step);
+    if (g == 0) *(float2 *)(sum + 2 * lane) = make_float2(x[0], x[1]);
+    if (g == 0) *(float2 *)(sum + 2 * lane + 8) = make_float2(x[2], x[3]);
 }
 
 // One block's score from the row scores of its part, as sala__select_row pools them.
@@ -1396,70 +1428,76 @@ SALA_DEVICE float sala_score_pool(const sala_view *v, int first_block, int b, co
     return best;
 }
 
-SALA_DEVICE void sala_score_part(const sala_select_args *a, const sala_view *v, int head, int part,
+// Two rounds of keys are on their way while one is multiplied; rows that are not there give scores
+// that nobody reads.
+SALA_DEVICE void sala_score_part(const sala_select_args *a, const sala_view *v, int part,
                                  sala_score_shared *shared) {
-    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
-    int first = part * SALA_SELECT_PART;
-    bool seen = sala_tier_of(2, v->position + 1) > 0; // no row of tier 2: all scores are 0
-    sala_score_lane l = sala_score_lane_of(a, v, head, first);
-    uint32_t q[8][4];
-    uint4 k[SALA_SCORE_AHEAD][4];
-#pragma unroll
-    for (int i = 0; i < SALA_SCORE_AHEAD; i++) sala_score_load(k[i], &l, i);
-    sala_score_lse(a, v, head, shared->lse);
-    sala_query_load(q, a->q + ((int64_t)v->row * MODEL.heads + head * SALA_GROUP) * 128);
-    __syncthreads();
-    float lse = seen ? shared->lse[lane >> 2] : SALA_INFINITY;
-    float lse8 = seen ? shared->lse[(lane >> 2) + 8] : SALA_INFINITY;
-#pragma unroll
-    for (int i = 0; i < SALA_SCORE_ROUNDS; i++) {
-        int tile = warp + 8 * i;
-        float d[4];
-        if (tile > 64 || 4 * first - 1 + 8 * tile >= l.rows) break;
-        sala_score_tile(d, q, k[i % SALA_SCORE_AHEAD]);
-        if (i + SALA_SCORE_AHEAD < SALA_SCORE_ROUNDS)
-            sala_score_load(k[i % SALA_SCORE_AHEAD], &l, i + SALA_SCORE_AHEAD);
-        sala_score_heads(d, lse, lse8, shared->sum + 8 * tile);
+    int warp = (int)threadIdx.x >> 5, b = part * SALA_SELECT_PART + (int)threadIdx.x;
+    sala_score_lane l = sala_score_lane_of(a, v, part);
+#pragma unroll 1
+    for (int round = -2; round < SALA_SCORE_ROUNDS; round++) {
+        sala_act *keys = shared->keys[warp][round & 1];
+        float s[2][4];
+        if (round == 0) sala_score_lse(a, v, shared->lse);
+        if (round >= 0) {
+            SALA_COPY_WAIT(1);
+            __syncthreads();
+            sala_score_keys(s, shared->q, keys, 16);
+            __syncwarp();
+        }
+        sala_score_load(keys, &l, round + 2);
+        if (round >= 0) sala_score_heads(s, shared->lse, shared->sum + 16 * warp + 128 * round);
     }
     __syncthreads();
-    int b = first + (int)threadIdx.x;
     if (threadIdx.x < SALA_SELECT_PART && b <= v->position / MODEL.block)
-        a->score[((int64_t)v->row * MODEL.kv_heads + head) * a->capacity + b] =
-            sala_score_pool(v, first, b, shared->sum);
+        a->score[((int64_t)v->row * MODEL.kv_heads + v->head) * a->capacity + b] =
+            sala_score_pool(v, part * SALA_SELECT_PART, b, shared->sum);
     __syncthreads();
 }
 
-// Block scores of the rows that select: 128 blocks a unit, 128 KiB of tier 1. Twin: the second half
+// Block scores of the rows that select: 128 blocks a part, 128 KiB of tier 1. Twin: the second half
 // of sala__row_scores and the pooling of sala__select_row.
 extern "C" __global__ void __launch_bounds__(256, 2)
     sala_select_score(const __grid_constant__ sala_select_args a) {
     sala_launch_next();
     sala_wait_grid();
     sala_score_shared *shared = (sala_score_shared *)sala_shared();
-    int count = a.rows->count, lists = count * MODEL.kv_heads, parts = 0;
-    for (int r = (int)threadIdx.x; r < count; r += 256)
-        parts = max(parts, sala_score_parts(a.rows->position[r]));
-    parts = sala_block_max(parts, (int *)shared);
-    for (int item = (int)blockIdx.x; item < lists * parts; item += (int)gridDim.x) {
-        sala_view v = sala_view_of(a.rows, item % count);
-        int head = item / count % MODEL.kv_heads, part = item / lists;
-        if (part < sala_score_parts(v.position)) sala_score_part(&a, &v, head, part, shared);
-    }
+    sala_view v;
+    if (!sala_view_row(&v, a.rows)) return;
+    int parts = sala_score_parts(v.position);
+    if ((int)blockIdx.y >= parts) return;
+    sala_view_open(&v, a.rows);
+    sala_query_load(shared->q, a.q, &v);
+#pragma unroll 1
+    for (int part = (int)blockIdx.y; part < parts; part += (int)gridDim.y)
+        sala_score_part(&a, &v, part, shared);
 }
 
 // ---- selection, 3: the best blocks ----
 
+#define SALA_TOP_BINS 2048  // of a histogram: digits of 11 bits
+#define SALA_TOP_HELD 16384 // values that shared memory has room for
+
 typedef struct sala_top_shared {
-    int histogram[256][32]; // a column for each lane: the lanes of a warp never meet
+    int histogram[SALA_TOP_BINS];
     int warp[2][32];
-    int digit, need; // what a pass of the radix select decides
-} sala_top_shared;
+    int digit, need, found; // what a pass of the radix select decides
+} sala_top_shared;          // then the keys of the first SALA_TOP_HELD values
+
+// A list's keys, and the run of them that a warp takes: 128 at a time, a run's end may lie beyond n.
+typedef struct sala_top_values {
+    uint32_t *key;     // in shared memory if there is room, else in place of the scores
+    int first, run, n; // first: of the lane
+} sala_top_values;
 
 // The order of floats as that of unsigned integers, as sala__order_key.
-SALA_DEVICE uint32_t sala_top_key(float x) {
-    uint32_t u = sala_f32_bits(x);
-    if (u == 0x80000000u) u = 0; // -0 equals 0
-    return u & 0x80000000u ? ~u : u | 0x80000000u;
+SALA_DEVICE uint32_t sala_top_key(uint32_t bits) {
+    uint32_t u = __float_as_uint(__uint_as_float(bits) + 0.0f); // -0 equals 0
+    return u ^ ((uint32_t)((int)u >> 31) | 0x80000000u);
+}
+
+SALA_DEVICE uint32_t sala_top_at(const sala_top_values *v, int i) { // 0 is no float's key
+    return i < v->n ? v->key[i] : 0;
 }
 
 // Sum over the lanes up to this one.
@@ -1471,320 +1509,397 @@ SALA_DEVICE int sala_warp_scan(int x) {
     return x;
 }
 
-// From the histogram of a digit: the digit of the need-th largest value, and how many values with
-// that digit are needed. Thread t < 256 stands for digit 255 - t.
-SALA_DEVICE void sala_top_digit(sala_top_shared *shared, int need) {
-    int t = (int)threadIdx.x, lane = t & 31, digit = 255 - t, own = 0, upto = 0;
-    if (t < 256) {
-        for (int i = 0; i < 32; i++) own += shared->histogram[digit][(i + lane) & 31];
-        upto = sala_warp_scan(own);
-        if (lane == 31) shared->warp[0][t >> 5] = upto;
+// The keys of the warp's run. Each lane reads what it wrote.
+SALA_DEVICE void sala_top_load(const sala_top_values *v, const uint32_t *value) {
+#pragma unroll 1
+    for (int at = 0; at < v->run; at += 128) {
+        uint32_t x[4];
+        int i = v->first + at;
+#pragma unroll
+        for (int n = 0; n < 4; n++) x[n] = i + 32 * n < v->n ? value[i + 32 * n] : 0;
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+            if (i + 32 * n < v->n) v->key[i + 32 * n] = sala_top_key(x[n]);
     }
+}
+
+// From the histogram of a digit, which is emptied: the digit of the need-th largest value, how many
+// values with that digit are needed, and how many there are. Thread t stands for the digits
+// 2047 - 2t and 2046 - 2t.
+SALA_DEVICE void sala_top_digit(sala_top_shared *shared, int need) {
+    int t = (int)threadIdx.x, lane = t & 31, warp = t >> 5;
+    int2 *at = (int2 *)shared->histogram + (SALA_TOP_BINS / 2 - 1 - t), own = *at;
+    int upto = sala_warp_scan(own.x + own.y);
+    *at = make_int2(0, 0);
+    if (lane == 31) shared->warp[0][warp] = upto;
     __syncthreads();
-    if (t < 256) {
-        for (int w = 0; w < t >> 5; w++) upto += shared->warp[0][w];
-        if (upto >= need && upto - own < need) {
-            shared->digit = digit;
-            shared->need = need - (upto - own);
-        }
+    int before = sala_warp_scan(shared->warp[0][lane]);
+    before = warp ? __shfl_sync(0xFFFFFFFFu, before, warp - 1) : 0;
+    need -= before + upto - own.x - own.y; // of the values below those of the threads before
+    if (need > 0 && need <= own.x + own.y) {
+        bool second = need > own.y;
+        shared->digit = SALA_TOP_BINS - 1 - 2 * t - second;
+        shared->need = second ? need - own.y : need;
+        shared->found = second ? own.x : own.y;
     }
     __syncthreads();
 }
 
-// What a radix select of four passes finds: the k-th largest key of n values, and how many values
-// that are equal to it belong to the k. Each warp reads a run of values.
-SALA_DEVICE uint32_t sala_top_threshold(const float *value, int begin, int end, int k, int *ties,
+// What a radix select finds: the k-th largest key as far as it matters (*mask), and how many values
+// that are equal to it there belong to the k.
+SALA_DEVICE uint32_t sala_top_threshold(const sala_top_values *v, uint32_t *mask, int *ties,
                                         sala_top_shared *shared) {
-    int lane = (int)threadIdx.x & 31;
-    uint32_t prefix = 0, mask = 0;
-    *ties = k;
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        for (int i = (int)threadIdx.x; i < 256 * 32; i += 1024) shared->histogram[i >> 5][lane] = 0;
-        __syncthreads();
-#pragma unroll 4
-        for (int i = begin + lane; i < end; i += 32) {
-            uint32_t key = sala_top_key(value[i]);
-            if ((key & mask) == prefix) atomicAdd(&shared->histogram[key >> shift & 255][lane], 1);
+    uint32_t prefix = 0;
+#pragma unroll 1
+    for (int shift = 21; shift >= 0; shift = shift > 10 ? 10 : shift - 10) { // 21, 10, 0
+#pragma unroll 1
+        for (int at = 0; at < v->run; at += 128) {
+            uint32_t key[4];
+#pragma unroll
+            for (int n = 0; n < 4; n++) key[n] = sala_top_at(v, v->first + at + 32 * n);
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                if ((key[n] & *mask) == prefix)
+                    atomicAdd(&shared->histogram[key[n] >> shift & (SALA_TOP_BINS - 1)], 1);
         }
         __syncthreads();
         sala_top_digit(shared, *ties);
         *ties = shared->need;
         prefix |= (uint32_t)shared->digit << shift;
-        mask |= 255u << shift;
+        *mask |= (uint32_t)(SALA_TOP_BINS - 1) << shift;
+        if (shared->found == *ties) break; // all of them
     }
     return prefix;
 }
 
 // The k largest of n values, the lower index first among equals, ascending: sala__top_k. Every warp
 // counts and then lists what it takes of its run.
-SALA_DEVICE void sala_top_k(const float *value, int n, int k, int32_t *out,
-                            sala_top_shared *shared) {
-    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, run = (n + 1023) / 1024 * 32;
-    int begin = warp * run, end = min(begin + run, n), above = 0, equal = 0, ties;
-    uint32_t threshold = sala_top_threshold(value, begin, end, k, &ties, shared);
-#pragma unroll 4
-    for (int i = begin; i < end; i += 32) {
-        uint32_t key = i + lane < end ? sala_top_key(value[i + lane]) : 0;
-        above += __popc(__ballot_sync(0xFFFFFFFFu, i + lane < end && key > threshold));
-        equal += __popc(__ballot_sync(0xFFFFFFFFu, i + lane < end && key == threshold));
+SALA_DEVICE void sala_top_k(uint32_t *value, int n, int k, int32_t *out, sala_top_shared *shared) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, run = (n + 4095) / 4096 * 128;
+    int above = 0, equal = 0, ties = k;
+    uint32_t mask = 0, below = (1u << lane) - 1;
+    sala_top_values v = {n <= SALA_TOP_HELD ? (uint32_t *)(shared + 1) : value, warp * run + lane,
+                         run, n};
+    ((int2 *)shared->histogram)[threadIdx.x] = make_int2(0, 0);
+    sala_top_load(&v, value);
+    __syncthreads();
+    uint32_t threshold = sala_top_threshold(&v, &mask, &ties, shared);
+#pragma unroll 1
+    for (int at = 0; at < run; at += 128) {
+        uint32_t key[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) key[j] = sala_top_at(&v, v.first + at + 32 * j) & mask;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            above += __popc(__ballot_sync(0xFFFFFFFFu, key[j] > threshold));
+            equal += __popc(__ballot_sync(0xFFFFFFFFu, key[j] == threshold));
+        }
     }
     if (lane == 0) shared->warp[0][warp] = above, shared->warp[1][warp] = equal;
     __syncthreads();
-    above = equal = 0;
-    for (int w = 0; w < warp; w++) above += shared->warp[0][w], equal += shared->warp[1][w];
-    for (int i = begin; i < end; i += 32) {
-        uint32_t key = i + lane < end ? sala_top_key(value[i + lane]) : 0, below = (1u << lane) - 1;
-        uint32_t over = __ballot_sync(0xFFFFFFFFu, i + lane < end && key > threshold);
-        uint32_t same = __ballot_sync(0xFFFFFFFFu, i + lane < end && key == threshold);
+    above = lane < warp ? shared->warp[0][lane] : 0;
+    equal = lane < warp ? shared->warp[1][lane] : 0;
+    for (int step = 16; step > 0; step >>= 1) {
+        above += __shfl_xor_sync(0xFFFFFFFFu, above, step);
+        equal += __shfl_xor_sync(0xFFFFFFFFu, equal, step);
+    }
+#pragma unroll 1
+    for (int at = 0; at < run; at += 32) {
+        uint32_t key = sala_top_at(&v, v.first + at) & mask;
+        uint32_t over = __ballot_sync(0xFFFFFFFFu, key > threshold);
+        uint32_t same = __ballot_sync(0xFFFFFFFFu, key == threshold);
+        if (!(over | same)) continue;
         int tie = equal + __popc(same & below);
-        if (over >> lane & 1 || (same >> lane & 1 && tie < ties))
-            out[above + __popc(over & below) + min(tie, ties)] = i + lane;
+        if (key > threshold || (key == threshold && tie < ties))
+            out[above + __popc(over & below) + min(tie, ties)] = v.first + at;
         above += __popc(over);
         equal += __popc(same);
     }
 }
 
-// The list of blocks of each (row, K/V head), one block each. Reads 4 bytes a block of context, six
-// times, mostly from L1. Twin: sala__select_row from the block scores on.
+// The list of blocks of each (row, K/V head), one block each. Reads 4 bytes a block of context.
+// Twin: sala__select_row from the block scores on.
 extern "C" __global__ void __launch_bounds__(1024, 1)
     sala_select_top(const __grid_constant__ sala_select_args a) {
     sala_launch_next();
     sala_wait_grid();
-    int row = (int)blockIdx.x / MODEL.kv_heads;
+    sala_view v;
     int64_t list = blockIdx.x;
-    if (row >= a.rows->count) return;
-    int position = a.rows->position[row], blocks = position / MODEL.block + 1;
-    int k = min(MODEL.top_k, blocks);
+    if (!sala_view_row(&v, a.rows)) return;
+    int blocks = v.position / MODEL.block + 1, k = min(MODEL.top_k, blocks);
+    bool dense = v.position + 1 < MODEL.dense_len;
     int32_t *out = a.blocks + list * MODEL.top_k;
-    if (threadIdx.x == 0) a.count[list] = position + 1 < MODEL.dense_len ? -1 : k;
-    if (sala_selects(position))
-        sala_top_k(a.score + list * a.capacity, blocks, k, out, (sala_top_shared *)sala_shared());
-    else if (position + 1 >= MODEL.dense_len)
-        for (int b = (int)threadIdx.x; b < k; b += 1024) out[b] = b;
+    if (threadIdx.x == 0) a.count[list] = dense ? -1 : k;
+    if (dense) return;
+    if (sala_selects(v.position)) {
+        sala_top_k((uint32_t *)a.score + list * a.capacity, blocks, k, out,
+                   (sala_top_shared *)sala_shared());
+        return;
+    }
+    for (int b = (int)threadIdx.x; b < k; b += 1024) out[b] = b;
 }
 
 // ---- attention over the listed blocks ----
 
+// Blocks that a list of `count` (-1: dense) has.
+SALA_DEVICE int sala_attend_entries(int count, int position) {
+    return count < 0 ? position / MODEL.block + 1 : count;
+}
+
+#define SALA_ATTEND_WARP (16 * SALA_ATTEND_PART) // tokens of a part that each of four warps takes
 #define SALA_ATTEND_PITCH 136 // floats between the heads of a warp's result: no bank conflicts
 
 typedef struct sala_attend_shared {
+    sala_act q[16 * 128];
     union {
-        sala_act v[64 * 128]; // values of a warp's block; 16-byte piece p of token t at p ^ (t & 7)
-        float o[16 * SALA_ATTEND_PITCH]; // then its result
-    } warp[SALA_ATTEND_PART];
-    float max[SALA_ATTEND_PART][16], sum[SALA_ATTEND_PART][16];
+        sala_act kv[2][SALA_ATTEND_WARP * 128]; // keys and values of a warp's tokens
+        float o[16 * SALA_ATTEND_PITCH];        // then its result
+    } warp[4];
+    float max[4][16], sum[4][16]; // of each warp
+    float part_max[16];
 } sala_attend_shared;
 
-// Blocks that a (row, K/V head) attends to.
-SALA_DEVICE int sala_attend_entries(const sala_attend_args *a, int row, int head) {
-    int count = a->count[row * MODEL.kv_heads + head];
-    return count < 0 ? a->rows->position[row] / MODEL.block + 1 : count;
-}
-
-// A block's keys to registers, its values to shared memory in the background: all at once, latency
-// is what counts. Lane 4g + c takes 64 bytes of each token 8i + g; unseen tokens are zeros.
-SALA_DEVICE void sala_attend_load(const sala_attend_args *a, const sala_view *v, int head,
-                                  int block, uint4 k[8][4], sala_act *values) {
-    int lane = (int)threadIdx.x & 31, g = lane >> 2, page = sala_view_page(v, block);
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        int u = block * 64 + 8 * i + g;
-        bool seen = u <= v->position;
-        int place = seen ? sala_view_place(v, head, page, u) : 0;
-        const sala_act *from = sala_at_place(a->pages.v, a->nodes.v, place);
-        sala_key_load(k[i], sala_at_place(a->pages.k, a->nodes.k, place), seen);
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
-            int piece = 4 * (r ^ (g & 1)) + (lane & 3); // neighbours in different banks
-            sala_copy16_or_zero(values + (8 * i + g) * 128 + (piece ^ g) * 8, from + piece * 8,
-                                seen);
+// Keys and values of a warp's tokens first, first + 1, ... (of one page, or nodes) to shared memory,
+// in the background; zeros for tokens that the row does not see.
+SALA_DEVICE void sala_attend_load(const sala_attend_args *a, const sala_view *v, int first,
+                                  int page, sala_act kv[2][SALA_ATTEND_WARP * 128]) {
+    int lane = (int)threadIdx.x & 31, high = lane >> 4, piece = lane & 15;
+    int seen = v->position + 1 - first, in_pages = v->stored - first;
+    int64_t at = (((int64_t)page * MODEL.kv_heads + v->head) * 64 + (first & 63)) * 128 + lane * 8;
+    const sala_act *k = a->pages.k + at, *value = a->pages.v + at;
+#pragma unroll 1
+    for (int i = high; i < SALA_ATTEND_WARP; i += 2, k += 256, value += 256) {
+        int to = sala_vector_at(i, piece);
+        if (i >= in_pages && i < seen) {
+            at = sala_node_at(v, v->path[i - in_pages]) + piece * 8;
+            k = a->nodes.k + at, value = a->nodes.v + at;
         }
+        sala_copy16_or_zero(kv[0] + to, k, i < seen);
+        sala_copy16_or_zero(kv[1] + to, value, i < seen);
     }
     sala_copy_commit();
 }
 
-// Scores to exp(score - maximum), 0 for the tokens from `visible` (> 0) on; maximum and sum of
-// heads g and g + 8.
-SALA_DEVICE void sala_attend_softmax(float s[8][4], int visible, float max[2], float sum[2]) {
-    int c = (int)threadIdx.x & 3;
+// Scores of a warp's tokens to exp2(score - maximum), the maximum over the part, 0 for the tokens
+// from `visible` on. Sums go to shared memory, as maxima did before.
+SALA_DEVICE void sala_attend_softmax(float s[SALA_ATTEND_WARP / 8][4], int visible,
+                                     sala_attend_shared *shared) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, h = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int half = 0; half < 2; half++) { // heads h and h + 8
+        float max = -SALA_INFINITY;
+        for (int i = 0; i < SALA_ATTEND_WARP / 4; i++) {
+            float *x = &s[i / 2][2 * half + i % 2];
+            if (i / 2 * 8 + i % 2 >= visible - 2 * c) *x = -SALA_INFINITY;
+            max = fmaxf(max, *x);
+        }
+        max = sala_quad_max(max);
+        if (c == 0) shared->max[warp][h + 8 * half] = max;
+    }
+    __syncthreads();
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        max[half] = -SALA_INFINITY, sum[half] = 0;
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
+        float max = -SALA_INFINITY, sum = 0;
+        for (int w = 0; w < 4; w++) max = fmaxf(max, shared->max[w][h + 8 * half]);
+        for (int i = 0; i < SALA_ATTEND_WARP / 4; i++) {
             float *x = &s[i / 2][2 * half + i % 2];
-            if (i / 2 * 8 + 2 * c + i % 2 >= visible) *x = -SALA_INFINITY;
-            max[half] = fmaxf(max[half], *x);
+            *x = exp2f(*x - max);
+            sum += *x;
         }
-        max[half] = sala_quad_max(max[half]);
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            float *x = &s[i / 2][2 * half + i % 2];
-            *x = expf(*x - max[half]);
-            sum[half] += *x;
-        }
-        sum[half] = sala_quad_sum(sum[half]);
+        sum = sala_quad_sum(sum);
+        if (c == 0) shared->sum[warp][h + 8 * half] = sum, shared->part_max[h + 8 * half] = max;
     }
 }
 
-// o[16 heads][128] += p v for a block's 64 tokens, p in BF16 as upstream.
-SALA_DEVICE void sala_attend_weigh(float o[16][4], const float p[8][4], const sala_act *values) {
+// to[16 heads][128] = p v for a warp's tokens, p in BF16 as upstream. The values give way to it.
+SALA_DEVICE void sala_attend_weigh(const float p[SALA_ATTEND_WARP / 8][4], const sala_act *values,
+                                   float *to) {
     int lane = (int)threadIdx.x & 31;
+    float o[16][4];
 #pragma unroll
-    for (int step = 0; step < 4; step++) { // 16 tokens
+    for (int n = 0; n < 16; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0;
+#pragma unroll
+    for (int step = 0; step < SALA_ATTEND_WARP / 16; step++) { // 16 tokens
         const float *x = p[2 * step], *y = p[2 * step + 1];
         uint32_t w[4] = {sala_pair(x[0], x[1]), sala_pair(x[2], x[3]), sala_pair(y[0], y[1]),
                          sala_pair(y[2], y[3])};
-        int t = 16 * step + (lane & 15);
 #pragma unroll
         for (int n = 0; n < 16; n += 2) { // 16 dims
             uint32_t v[4];
-            int piece = n + (lane >> 4);
-            sala_ldmatrix4_trans(v, values + t * 128 + (piece ^ (t & 7)) * 8);
+            int at = sala_vector_at(16 * step + (lane & 15), lane >> 4) ^ (n * 8);
+            sala_ldmatrix4_trans(v, values + at);
             sala_mma(o[n], w, v);
             sala_mma(o[n + 1], w, v + 2);
         }
     }
-}
-
-// One listed block by one warp: maximum, sum and weighed values of every head, to shared memory.
-SALA_DEVICE void sala_attend_block(const sala_attend_args *a, const sala_view *v, int head,
-                                   int block, sala_attend_shared *shared) {
-    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
-    float s[8][4], o[16][4], max[2], sum[2], *to = shared->warp[warp].o;
-    uint32_t q[8][4];
-    uint4 k[8][4];
-    sala_attend_load(a, v, head, block, k, shared->warp[warp].v);
-    sala_query_load(q, a->q + ((int64_t)v->row * MODEL.heads + head * SALA_GROUP) * 128);
-#pragma unroll
-    for (int i = 0; i < 8; i++) sala_score_tile(s[i], q, k[i]);
-    sala_attend_softmax(s, v->position + 1 - block * 64, max, sum);
-#pragma unroll
-    for (int n = 0; n < 16; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0;
-    SALA_COPY_WAIT(0);
     __syncwarp();
-    sala_attend_weigh(o, s, shared->warp[warp].v);
-    __syncwarp(); // the values give way to the result
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        int h = g + 8 * half;
-        if (h >= SALA_GROUP) continue;
-#pragma unroll
-        for (int n = 0; n < 16; n++)
-            *(float2 *)(to + h * SALA_ATTEND_PITCH + n * 8 + 2 * c) =
-                make_float2(o[n][2 * half], o[n][2 * half + 1]);
-        if (c == 0) shared->max[warp][h] = max[half], shared->sum[warp][h] = sum[half];
+    for (int i = 0; i < 32; i++) {
+        int h = (lane >> 2) + i / 16 * 8;
+        if (h < SALA_GROUP)
+            *(float2 *)(to + h * SALA_ATTEND_PITCH + i % 16 * 8 + 2 * (lane & 3)) =
+                make_float2(o[i % 16][i / 16 * 2], o[i % 16][i / 16 * 2 + 1]);
     }
 }
 
-// The results of a part's `blocks` blocks, in list order, to one.
-SALA_DEVICE void sala_attend_merge(const sala_attend_args *a, const sala_view *v, int head,
-                                   int part, int blocks, const sala_attend_shared *shared) {
+// The results of the four warps to one.
+SALA_DEVICE void sala_attend_merge(const sala_attend_args *a, const sala_view *v, int part,
+                                   const sala_attend_shared *shared) {
+    int64_t heads = ((int64_t)v->row * a->parts + part) * MODEL.heads + v->head * SALA_GROUP;
+#pragma unroll 1
     for (int i = (int)threadIdx.x; i < SALA_GROUP * 32; i += 128) {
         int h = i >> 5, x = (i & 31) * 4;
-        float max = -SALA_INFINITY, sum = 0, o[4] = {0, 0, 0, 0};
-        for (int w = 0; w < blocks; w++) max = fmaxf(max, shared->max[w][h]);
-        for (int w = 0; w < blocks; w++) {
-            float scale = expf(shared->max[w][h] - max);
+        float sum = 0;
+        float4 o = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
             float4 add = *(const float4 *)(shared->warp[w].o + h * SALA_ATTEND_PITCH + x);
-            sum = fmaf(shared->sum[w][h], scale, sum);
-            o[0] = fmaf(add.x, scale, o[0]), o[1] = fmaf(add.y, scale, o[1]);
-            o[2] = fmaf(add.z, scale, o[2]), o[3] = fmaf(add.w, scale, o[3]);
+            o.x += add.x, o.y += add.y, o.z += add.z, o.w += add.w;
+            sum += shared->sum[w][h];
         }
-        int64_t to = ((int64_t)v->row * a->parts + part) * MODEL.heads + head * SALA_GROUP + h;
-        *(float4 *)(a->part_o + to * 128 + x) = make_float4(o[0], o[1], o[2], o[3]);
-        if (x == 0) *(float2 *)(a->part_max_sum + 2 * to) = make_float2(max, sum);
+        ((float4 *)a->part_o)[heads * 32 + i] = o;
+        if (x == 0)
+            *(float2 *)(a->part_max_sum + 2 * (heads + h)) = make_float2(shared->part_max[h], sum);
     }
 }
 
-// Attention of a row over four listed blocks, a warp each. Reads 32 KiB a block, writes 8 KiB a
-// part of 16 heads. Twin: sala__op_attend, whose P is FP32.
+// A part by four warps; a warp without a block, or that sees nothing of it, has weights 0.
+SALA_DEVICE void sala_attend_part(const sala_attend_args *a, const sala_view *v, int part,
+                                  int count, sala_attend_shared *shared) {
+    int warp = (int)threadIdx.x >> 5, entry = part * SALA_ATTEND_PART + warp * SALA_ATTEND_PART / 4;
+    int block = entry, first = v->position + 1, page = 0;
+    sala_act(*kv)[SALA_ATTEND_WARP * 128] = shared->warp[warp].kv;
+    float s[SALA_ATTEND_WARP / 8][4];
+    if (entry < sala_attend_entries(count, v->position)) {
+        if (count >= 0)
+            block = a->blocks[((int64_t)v->row * MODEL.kv_heads + v->head) * MODEL.top_k + entry];
+        page = sala_view_page(v, block);
+        first = block * 64 + warp * SALA_ATTEND_WARP % 64;
+    }
+    sala_attend_load(a, v, first, page, kv);
+    SALA_COPY_WAIT(0);
+    __syncthreads();
+    sala_score_keys(s, shared->q, kv[0], SALA_ATTEND_WARP);
+    sala_attend_softmax(s, v->position + 1 - first, shared);
+    sala_attend_weigh(s, kv[1], shared->warp[warp].o);
+    __syncthreads();
+    sala_attend_merge(a, v, part, shared);
+    __syncthreads();
+}
+
+// Attention of a row over the listed blocks, SALA_ATTEND_PART a part. Reads 32 KiB a block, writes
+// 8 KiB a part of 16 heads. Twin: sala__op_attend, whose P is FP32.
 extern "C" __global__ void __launch_bounds__(128, 2)
     sala_attend(const __grid_constant__ sala_attend_args a) {
     sala_launch_next();
     sala_wait_grid();
     sala_attend_shared *shared = (sala_attend_shared *)sala_shared();
-    int count = a.rows->count, lists = count * MODEL.kv_heads, entries = 0;
-    for (int i = (int)threadIdx.x; i < lists; i += 128)
-        entries = max(entries, sala_attend_entries(&a, i / MODEL.kv_heads, i % MODEL.kv_heads));
-    entries = sala_block_max(entries, (int *)shared);
-    int items = lists * ((entries + SALA_ATTEND_PART - 1) / SALA_ATTEND_PART);
-    for (int item = (int)blockIdx.x; item < items; item += (int)gridDim.x) {
-        int row = item % count, head = item / count % MODEL.kv_heads, part = item / lists;
-        int64_t list = (int64_t)row * MODEL.kv_heads + head;
-        int first = part * SALA_ATTEND_PART, entry = first + ((int)threadIdx.x >> 5);
-        int own = sala_attend_entries(&a, row, head);
-        if (first >= own) continue;
-        sala_view v = sala_view_of(a.rows, row);
-        if (entry < own) {
-            int block = a.count[list] < 0 ? entry : a.blocks[list * MODEL.top_k + entry];
-            sala_attend_block(&a, &v, head, block, shared);
-        }
-        __syncthreads();
-        sala_attend_merge(&a, &v, head, part, min(own - first, SALA_ATTEND_PART), shared);
-        __syncthreads();
-    }
+    sala_view v;
+    if (!sala_view_row(&v, a.rows)) return;
+    int count = a.count[blockIdx.x], entries = sala_attend_entries(count, v.position);
+    if ((int)blockIdx.y * SALA_ATTEND_PART >= entries) return;
+    sala_view_open(&v, a.rows);
+    sala_query_load(shared->q, a.q, &v);
+#pragma unroll 1
+    for (int part = (int)blockIdx.y; part * SALA_ATTEND_PART < entries; part += (int)gridDim.y)
+        sala_attend_part(&a, &v, part, count, shared);
 }
 
-// One head of a row from its parts, in list order: four dims a lane, rounded.
-SALA_DEVICE uint2 sala_combine_head(const sala_attend_args *a, int row, int head) {
-    int lane = (int)threadIdx.x & 31;
-    int entries = sala_attend_entries(a, row, head / SALA_GROUP);
-    int parts = (entries + SALA_ATTEND_PART - 1) / SALA_ATTEND_PART;
-    int64_t from = (int64_t)row * a->parts * MODEL.heads + head;
-    float max = -SALA_INFINITY, sum = 0, o[4] = {0, 0, 0, 0};
-    for (int p = lane; p < parts; p += 32)
-        max = fmaxf(max, a->part_max_sum[2 * (from + (int64_t)p * MODEL.heads)]);
+typedef struct sala_combine_shared {
+    float o[8][128];       // of each warp
+    float squares[4];      // of four warps
+    uint32_t kept[1][128]; // of each head: results and, above them, gates
+} sala_combine_shared;
+
+// The parts of a row's head to one, in shared memory, a warp's share: parts warp, warp + 8, ... in
+// order, four dims a lane. Returns the sum that they are to be divided by, of all parts.
+SALA_DEVICE float sala_combine_parts(const sala_attend_args *a, int row, int head, int parts,
+                                     float (*to)[128]) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
+    int64_t first = (int64_t)row * a->parts * MODEL.heads + head;
+    const float2 *max_sum = (const float2 *)a->part_max_sum + first;
+    const float4 *from = (const float4 *)a->part_o + first * 32 + lane;
+    float max = -SALA_INFINITY, sum = 0;
+    float4 o = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+    for (int p = 0; p < parts; p += 32)
+        if (p + lane < parts) max = fmaxf(max, max_sum[(p + lane) * MODEL.heads].x);
     max = sala_warp_max(max);
+#pragma unroll 1
     for (int p = 0; p < parts; p += 32) { // lane i holds the maximum and sum of part p + i
         float2 own = make_float2(-SALA_INFINITY, 0);
-        if (p + lane < parts)
-            own =
-                *(const float2 *)(a->part_max_sum + 2 * (from + (int64_t)(p + lane) * MODEL.heads));
-        own.x = expf(own.x - max);
-#pragma unroll 8
-        for (int i = 0; i < min(32, parts - p); i++) {
-            float scale = __shfl_sync(0xFFFFFFFFu, own.x, i);
-            const float *at = a->part_o + (from + (int64_t)(p + i) * MODEL.heads) * 128;
-            float4 add = ((const float4 *)at)[lane];
-            sum = fmaf(__shfl_sync(0xFFFFFFFFu, own.y, i), scale, sum);
-            o[0] = fmaf(add.x, scale, o[0]), o[1] = fmaf(add.y, scale, o[1]);
-            o[2] = fmaf(add.z, scale, o[2]), o[3] = fmaf(add.w, scale, o[3]);
+        float4 add[4];
+        if (p + lane < parts) own = max_sum[(p + lane) * MODEL.heads];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            add[i] = make_float4(0, 0, 0, 0);
+            if (p + warp + 8 * i < parts) add[i] = from[(p + warp + 8 * i) * (MODEL.heads * 32)];
+        }
+        own.x = exp2f(own.x - max);
+        sum = fmaf(own.y, own.x, sum);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float scale = __shfl_sync(0xFFFFFFFFu, own.x, warp + 8 * i);
+            o.x = fmaf(add[i].x, scale, o.x), o.y = fmaf(add[i].y, scale, o.y);
+            o.z = fmaf(add[i].z, scale, o.z), o.w = fmaf(add[i].w, scale, o.w);
         }
     }
-    return make_uint2(sala_pair(o[0] / sum, o[1] / sum), sala_pair(o[2] / sum, o[3] / sum));
+    *(float4 *)(to[warp] + 4 * lane) = o;
+    return sala_warp_sum(sum);
 }
 
-// The parts of a row's attention to one, then norm and gate. One warp a head; the blocks of a row
-// (gridDim.y) share its heads; a norm needs them in one block. Reads 512 bytes a part and head.
-// Twin: the end of sala__op_attend_tile, sala__op_gate.
+// Element x of a head from the warps' shares, rounded.
+SALA_DEVICE sala_act sala_combine_element(const float (*from)[128], int x, float sum) {
+    float o = 0;
+#pragma unroll
+    for (int w = 0; w < 8; w++) o += from[w][x];
+    return sala_store(o * (1.0f / sum));
+}
+
+// The parts of a row's attention to one, then norm and gate. A block takes the heads blockIdx.y,
+// blockIdx.y + gridDim.y, ... of a row; a norm needs all of them in one block. Reads 512 bytes a
+// part and head. Twin: the end of sala__op_attend_tile, sala__op_gate.
 extern "C" __global__ void __launch_bounds__(256, 2)
     sala_attend_combine(const __grid_constant__ sala_attend_args a) {
     sala_launch_next();
     sala_wait_grid();
-    int row = (int)blockIdx.x, lane = (int)threadIdx.x & 31, step = 8 * (int)gridDim.y;
-    int first = 8 * (int)blockIdx.y + ((int)threadIdx.x >> 5);
-    uint2 *kept = (uint2 *)(sala_shared() + 128); // [heads, 32], each read by who wrote it
-    const uint2 zero = make_uint2(0, 0);
+    sala_combine_shared *shared = (sala_combine_shared *)sala_shared();
+    int row = (int)blockIdx.x, t = (int)threadIdx.x, first = (int)blockIdx.y, n = 0;
+    const sala_act *weight = (const sala_act *)a.norm.data;
     float squares = 0, inverse = 0;
     if (row >= a.rows->count) return;
-    for (int head = first; head < MODEL.heads; head += step) {
-        uint2 o = sala_combine_head(&a, row, head);
-        squares = sala_gate_squares(o.y, sala_gate_squares(o.x, squares));
-        kept[head * 32 + lane] = o;
+    int64_t at = (int64_t)row * (MODEL.heads * 128) + t;
+    int position = a.rows->position[row];
+#pragma unroll 1
+    for (int head = first; head < MODEL.heads; head += (int)gridDim.y) {
+        int count = a.count[row * MODEL.kv_heads + head / SALA_GROUP];
+        int parts = (sala_attend_entries(count, position) - 1) / SALA_ATTEND_PART + 1;
+        uint32_t own = t < 128 && a.gate ? (uint32_t)a.gate[at + head * 128] << 16 : 0;
+        float sum = sala_combine_parts(&a, row, head, parts, shared->o);
+        __syncthreads();
+        if (t < 128) {
+            own |= sala_combine_element(shared->o, t, sum);
+            squares = fmaf(sala_low(own), sala_low(own), squares);
+            shared->kept[n++][t] = own;
+        }
+        __syncthreads();
     }
-    if (a.norm.data) {
-        float mean = sala_block_sum(squares, (float *)sala_shared()) / (float)(MODEL.heads * 128);
-        inverse = 1.0f / sqrtf(mean + MODEL.eps);
+    if (t >= 128) return;
+    if (weight) {
+        squares = sala_warp_sum(squares);
+        if ((t & 31) == 0) shared->squares[t >> 5] = squares;
+        __syncthreads();
+        squares = shared->squares[0] + shared->squares[1] + shared->squares[2] + shared->squares[3];
+        inverse = 1.0f / sqrtf(squares / (float)(MODEL.heads * 128) + MODEL.eps);
     }
-    for (int head = first; head < MODEL.heads; head += step) {
-        int64_t at = ((int64_t)row * MODEL.heads + head) * 32 + lane;
-        uint2 o = kept[head * 32 + lane];
-        uint2 weight = a.norm.data ? ((const uint2 *)a.norm.data)[head * 32 + lane] : zero;
-        uint2 gate = a.gate ? ((const uint2 *)a.gate)[at] : zero;
-        o.x = sala_gate_pair(o.x, inverse, a.norm.data, weight.x, a.gate, gate.x);
-        o.y = sala_gate_pair(o.y, inverse, a.norm.data, weight.y, a.gate, gate.y);
-        ((uint2 *)a.o)[at] = o;
+    n = 0;
+#pragma unroll 1
+    for (int head = first; head < MODEL.heads; head += (int)gridDim.y) {
+        uint32_t own = shared->kept[n++][t];
+        float x = sala_low(own);
+        if (weight) x = sala_round(sala_round(x * inverse) * sala_load(weight[head * 128 + t]));
+        if (a.gate) x *= sala_round(sala_sigmoid(sala_high(own)));
+        a.o[at + head * 128] = sala_store(x);
     }
 }
 

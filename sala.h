@@ -5,7 +5,9 @@
         #define SALA_IMPLEMENTATION
         #include "sala.h"
 
-    and link with -lm -lpthread. A whole program (tests/dropin.c compiles it as C and as C++):
+    and link with -lm -lpthread (and -ldl with glibc before 2.34). kernels.h and sala.cu, the source of
+    the GPU's kernels, must lie beside this file, in the folder where the compiler runs or in one that
+    -I names; the program carries them in itself. A whole program (tests/dropin.c compiles it as C and as C++):
 
         #define SALA_IMPLEMENTATION
         #include "sala.h"
@@ -34,6 +36,8 @@
       tokenizer.json); BF16, F16 or F32 tensors. Nothing else is guessed at: what is not understood
       is refused by name.
     - Little-endian 64-bit POSIX systems with GCC or Clang. Not Windows.
+    - GPUs: NVIDIA, compute capability 8.0 or newer, driver 12.0 or newer, NVRTC as a library. Head
+      width 128 and blocks of 32/16/64 as released; other shapes run on the CPU.
     - Compile with -march=native (or at least AVX2 + FMA): without hardware FMA every multiply-add
       is a call of fmaf() and everything is ten times slower. Never with -ffast-math (the header
       refuses it).
@@ -50,8 +54,10 @@
       [5] tokenizer           tokenizer.json: BPE with byte fallback; chat template
       [6] sampler             penalties, temperature, top-k/p, counter-based random numbers
       [7] CPU back end        threads, SIMD, one plain C body per operation: the readable definition
-      [8] model and memory    weights bound by name, the plan of every byte, pages and slots
-      [9] the loop            prefill, verify, events: one copy of the layer loop
+      [8] CUDA: the device    driver and NVRTC found at run time, compiling, the cache of kernels
+      [9] CUDA: the kernels   launches of what stands in sala.cu, weights to the GPU
+      [10] model and memory   weights bound by name, the plan of every byte, pages and slots
+      [11] the loop           prefill, verify, events: one copy of the layer loop
 */
 #ifndef SALA_H
 #define SALA_H
@@ -5720,7 +5726,7 @@ static void sala__run_cpu(sala__cpu *cpu, int operation, const void *args) {
 }
 //@CUDA_BEGIN@
 /* -----------------------------------------------------------------------------------------------
-   [8] CUDA BACK END, part one: driver, compiler, cache, memory
+   [8] CUDA, THE DEVICE: driver, compiler, cache, memory
 
    Nothing of CUDA is needed to build this file: the driver and NVRTC (CUDA's compiler as a library)
    are opened at run time, through one table of function pointers. $SALA_CUDA and $SALA_NVRTC name
@@ -6571,7 +6577,7 @@ static void sala__cuda_graph_free(sala__cuda *c, sala__cu_exec exec) {
     if (exec) c->api.cuGraphExecDestroy(exec);
 }
 /* -----------------------------------------------------------------------------------------------
-   [9] CUDA BACK END, part two: kernels and their launches
+   [9] CUDA, THE KERNELS: launches, weights
 
    One function an operation says into how many blocks it is cut; block sizes stand in kernels.h.
    Grids depend on the bucket (rows and sequences rounded up to a power of two) and on capacities
@@ -6743,36 +6749,36 @@ static void sala__launch_norm(sala__gpu *g, const sala_norm_args *a) {
 
 // ---- launches: sparse attention ----
 
-#define SALA_SELECT_NORMALISER_SHARED 1280 // sizes of the kernels' structs of shared memory
-#define SALA_SELECT_SCORE_SHARED 2176
-#define SALA_SELECT_TOP_SHARED 33280
-#define SALA_ATTEND_SHARED 66048
-#define SALA_ATTEND_COMBINE_SHARED(heads) (128 + 256 * (heads))
+#define SALA_SELECT_NORMALISER_SHARED 70656 // sizes of the kernels' structs of shared memory
+#define SALA_SELECT_SCORE_SHARED 72256
+#define SALA_SELECT_TOP_SHARED (8464 + 4 * 16384) // less for short contexts
+#define SALA_ATTEND_SHARED 70208
+#define SALA_ATTEND_COMBINE_SHARED(heads) (4096 + 16 + 512 * (heads))
 
-// Blocks of a kernel whose `items` units are dealt out by stride: enough to fill the device.
-static int sala__dealt_blocks(const sala__gpu *g, int64_t items, int a_multiprocessor) {
-    int64_t most = (int64_t)g->multiprocessors * a_multiprocessor;
-    return (int)(items < most ? items : most);
+// Blocks that share the parts of a list: with all lists, enough to fill the device evenly.
+static unsigned sala__list_blocks(const sala__gpu *g, int64_t parts) {
+    int64_t most = 8 * (int64_t)g->multiprocessors / ((int64_t)g->rows * g->dims->kv_heads);
+    return (unsigned)(most < 1 ? 1 : most < parts ? most : parts);
 }
 
 static void sala__launch_select(sala__gpu *g, const sala_select_args *a) {
-    int64_t lists = (int64_t)g->rows * g->dims->kv_heads;
+    unsigned lists = (unsigned)(g->rows * g->dims->kv_heads);
     int64_t parts = (a->capacity + SALA_SELECT_PART - 1) / SALA_SELECT_PART;
-    sala__launch(g, SALA__KERNEL_select_normaliser, sala__dealt_blocks(g, lists * (1 + parts), 2),
-                 1, 1, SALA_SELECT_NORMALISER_SHARED, a, sizeof *a);
-    sala__launch(g, SALA__KERNEL_select_score, sala__dealt_blocks(g, lists * parts, 2), 1, 1,
+    sala__launch(g, SALA__KERNEL_select_normaliser, lists, sala__list_blocks(g, 1 + parts), 1,
+                 SALA_SELECT_NORMALISER_SHARED, a, sizeof *a);
+    sala__launch(g, SALA__KERNEL_select_score, lists, sala__list_blocks(g, parts), 1,
                  SALA_SELECT_SCORE_SHARED, a, sizeof *a);
-    sala__launch(g, SALA__KERNEL_select_top, (int)lists, 1, 1, SALA_SELECT_TOP_SHARED, a,
+    size_t short_of = a->capacity < 16384 ? 4 * (size_t)(16384 - a->capacity) : 0;
+    sala__launch(g, SALA__KERNEL_select_top, lists, 1, 1, SALA_SELECT_TOP_SHARED - short_of, a,
                  sizeof *a);
 }
 
 static void sala__launch_attend(sala__gpu *g, const sala_attend_args *a) {
-    int64_t items = (int64_t)g->rows * g->dims->kv_heads * a->parts;
-    int shares = a->norm.data ? 1 : (g->dims->heads + 7) / 8; // a norm needs the whole row
-    sala__launch(g, SALA__KERNEL_attend, sala__dealt_blocks(g, items, 2), 1, 1, SALA_ATTEND_SHARED,
-                 a, sizeof *a);
-    sala__launch(g, SALA__KERNEL_attend_combine, g->rows, shares, 1,
-                 SALA_ATTEND_COMBINE_SHARED(g->dims->heads), a, sizeof *a);
+    unsigned lists = (unsigned)(g->rows * g->dims->kv_heads), heads = (unsigned)g->dims->heads;
+    sala__launch(g, SALA__KERNEL_attend, lists, sala__list_blocks(g, a->parts), 1,
+                 SALA_ATTEND_SHARED, a, sizeof *a);
+    sala__launch(g, SALA__KERNEL_attend_combine, (unsigned)g->rows, a->norm.data ? 1 : heads, 1,
+                 SALA_ATTEND_COMBINE_SHARED(a->norm.data ? heads : 1), a, sizeof *a);
 }
 
 // Row tiles of 16 packed rows (of eight, in a pair) from `first` to `end` times the runs of 32 k,
@@ -6980,7 +6986,7 @@ static int sala__gpu_weights(sala__gpu *g, const sala__config *c, sala__weights 
 }
 //@CUDA_END@
 /* -----------------------------------------------------------------------------------------------
-   [8] MODEL AND MEMORY: the plan of every byte, pages and slots
+   [10] MODEL AND MEMORY: the plan of every byte, pages and slots
 
    sala_open does three things in order: read (config, weights, tokenizer), plan (how many bytes of
    what, and whether they fit), take. After that nothing grows but a request's own lists. K/V and
@@ -7804,7 +7810,7 @@ SALA_API int sala_plan(const char *path, const sala_options *options, sala_info 
     return code;
 }
 /* -----------------------------------------------------------------------------------------------
-   [9] THE LOOP: prefill, verify, events
+   [11] THE LOOP: prefill, verify, events
 
    Two kinds of pass and no third. Prefill runs a chunk of one sequence's prompt. Verify runs, for
    every sequence that generates, a tree whose root is the last chosen token; plain decoding is a

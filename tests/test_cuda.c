@@ -28,7 +28,7 @@ static sala_options cuda_options(int sequences, int logits_rows) {
 
 // A prompt that is long enough for block selection in sala-tiny (dense below 512, 8 blocks of 64).
 static int long_prompt(int32_t *tokens) {
-    int n = quick ? 620 : 900;
+    int n = quick ? 560 : 900;
     check_seed = 11;
     random_tokens(tokens, n, 2000);
     return n;
@@ -143,14 +143,14 @@ static void test_released_geometry(void) {
     check_seed = 5;
     random_tokens(tokens, 300, 90);
     int n = 300;
-    against_cpu(GEOM, 1, tokens, quick ? 120 : 280, 12, 0.05, n / 100,
+    against_cpu(GEOM, 1, tokens, quick ? 70 : 280, 12, 0.05, n / 100,
                 "heads and blocks as released");
 }
 
 // ---- promises ----
 
 static sala_request member(int i, const int32_t *tokens) {
-    static const int lengths[] = {1, 17, 64, 90, 130};
+    static const int lengths[] = {1, 17, 64, 40, 130};
     sala_request r = request_of(tokens + 5 * i, lengths[i], 6);
     if (i % 2) request_sampled(&r, 700 + (uint64_t)i);
     if (i == 3) r.repetition_penalty = 1.2f;
@@ -168,7 +168,7 @@ static void test_batch_invariance(void) {
         sala_request r = member(i, tokens);
         session_do(&alone, &r);
     }
-    for (int sequences = 3; sequences <= 5; sequences += 2) {
+    for (int sequences = quick ? 5 : 3; sequences <= 5; sequences += 2) {
         o = cuda_options(sequences, 64);
         session t = session_open(SALA_TINY, &o);
         for (int i = 4; i >= 0; i--) {
@@ -193,9 +193,10 @@ static void test_batch_invariance(void) {
 static void test_chunk_invariance_and_determinism(void) {
     int32_t tokens[1000];
     int n = long_prompt(tokens);
+    int runs = quick ? 2 : 3;
     outcome *first = NULL;
     session t[3];
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < runs; i++) {
         sala_options o = cuda_options(2, 64);
         o.chunk = i == 0 ? 64 : 512;
         o.logits_rows = 512;
@@ -209,7 +210,7 @@ static void test_chunk_invariance_and_determinism(void) {
         CHECK(first_difference(&t[i], out, first, n, n + 5) < 0, "run %d (chunk %d): other bits", i,
               o.chunk);
     }
-    for (int i = 0; i < 3; i++) session_close(&t[i]);
+    for (int i = 0; i < runs; i++) session_close(&t[i]);
 }
 
 // Hidden states are shown by a pass without a graph: the same bits as with one.

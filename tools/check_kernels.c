@@ -1,9 +1,10 @@
 /*  check_kernels.c - `make check-kernels`: compile the kernels for every target and look at what they need.
 
     No GPU is used, only NVRTC. For each kernel and target one table shows the registers, shared memory and
-    what was spilled; the program fails if a target does not compile, if anything is spilled or kept in local
-    memory, or if a block wants more shared memory than the smallest target has. Targets that this NVRTC does
-    not know are named and skipped.
+    what was spilled, a second one the bytes of code: kernels that run once a layer stall on their instructions
+    unless all of them stay in a cache of about 100 KB. The program fails if a target does not compile, if
+    anything is spilled or kept in local memory, or if a block wants more shared memory than the smallest target
+    has. Targets that this NVRTC does not know are named and skipped.
 
         check_kernels [SALA.CU KERNELS.H]     without files: the sources that are built in */
 #define SALA_IMPLEMENTATION
@@ -32,8 +33,7 @@ static long dynamic_shared(const char *kernel, const sala_dims *m) {
         const char *kernel;
         long bytes;
     } known[] = {{"sala_gemm", SALA_GEMM_SHARED},
-                 {"sala_gemm_norm", SALA_GEMM_SHARED},
-                 {"sala_gemm_swiglu", SALA_GEMM_SHARED},
+                 {"sala_norm", SALA_GEMM_SHARED},
                  {"sala_gla_verify", SALA__GLA_SHARED},
                  {"sala_select_normaliser", SALA_SELECT_NORMALISER_SHARED},
                  {"sala_select_score", SALA_SELECT_SCORE_SHARED},
@@ -47,7 +47,7 @@ static long dynamic_shared(const char *kernel, const sala_dims *m) {
 }
 
 typedef struct usage { // of one kernel on one target; registers 0: nothing is known
-    long registers, shared, stack, stores, loads;
+    long registers, shared, stack, stores, loads, code;
 } usage;
 
 typedef struct table {
@@ -107,6 +107,40 @@ static void read_log(const char *log, int target, table *t) {
     }
 }
 
+static uint64_t little_endian(const unsigned char *from, int bytes) {
+    uint64_t x = 0;
+    for (int i = bytes - 1; i >= 0; i--) x = x << 8 | from[i];
+    return x;
+}
+
+// The sizes of the sections ".text.NAME" of a cubin, which is an ELF file of 64 bits.
+static void read_cubin(const unsigned char *elf, size_t size, int target, table *t) {
+    static const char text[] = ".text.";
+    if (size < 64 || memcmp(elf, "\177ELF\2", 5) != 0) return;
+    uint64_t first = little_endian(elf + 0x28, 8), each = little_endian(elf + 0x3A, 2);
+    uint64_t count = little_endian(elf + 0x3C, 2), names = little_endian(elf + 0x3E, 2);
+    if (first > size || each < 64 || count > (size - first) / each || names >= count) return;
+    uint64_t strings = little_endian(elf + first + names * each + 0x18, 8);
+    for (uint64_t i = 0; i < count; i++) {
+        const unsigned char *section = elf + first + i * each;
+        uint64_t at = strings + little_endian(section, 4);
+        const char *name = (const char *)elf + at;
+        if (at >= size || strncmp(name, text, sizeof text - 1) != 0) continue;
+        name += sizeof text - 1;
+        int number = kernel_number(name, strlen(name));
+        if (number >= 0) t->of[number][target].code = (long)little_endian(section + 0x20, 8);
+    }
+}
+
+static void read_code(sala__cuda *c, sala__cu_program program, int target, table *t) {
+    size_t size = 0;
+    if (c->api.nvrtcGetCUBINSize(program, &size) != 0 || size == 0) return;
+    char *cubin = (char *)calloc(1, size + 1);
+    if (cubin && c->api.nvrtcGetCUBIN(program, cubin) == 0)
+        read_cubin((const unsigned char *)cubin, size, target, t);
+    free(cubin);
+}
+
 // Compile one unit of the source. Returns 1, 0 when this NVRTC does not know the target, -1 on an error.
 static int compile_unit(sala__cuda *c, int target, int unit, const char *dims, table *t) {
     enum { INVALID_OPTION = 5 };
@@ -125,6 +159,7 @@ static int compile_unit(sala__cuda *c, int target, int unit, const char *dims, t
     c->api.nvrtcGetProgramLogSize(program, &size);
     char *log = (char *)calloc(1, size + 1);
     if (log && size) c->api.nvrtcGetProgramLog(program, log);
+    if (code == 0) read_code(c, program, target, t);
     c->api.nvrtcDestroyProgram(&program);
     if (log && code == 0) read_log(log, target, t);
     if (code && code != INVALID_OPTION)
@@ -181,12 +216,32 @@ static int print_kernel(int kernel, const sala_dims *m, const table *t) {
     return faults;
 }
 
+static void print_targets(const char *title, const char *more) {
+    printf("%-24s %14s", title, more);
+    for (int i = 0; i < CHECK_TARGETS; i++) printf(" %8s", targets[i]);
+    printf("\n");
+}
+
+static void print_code(const table *t) {
+    long sums[CHECK_TARGETS] = {0};
+    print_targets("bytes of code", "");
+    for (int k = 0; k < SALA__KERNEL_COUNT; k++) {
+        printf("%-24s %14s", sala__kernels[k].name, "");
+        for (int i = 0; i < CHECK_TARGETS; i++) {
+            printf(" %8ld", t->of[k][i].code);
+            sums[i] += t->of[k][i].code;
+        }
+        printf("\n");
+    }
+    printf("%-24s %14s", "all", "");
+    for (int i = 0; i < CHECK_TARGETS; i++) printf(" %8ld", sums[i]);
+    printf("\n");
+}
+
 static int check_model(sala__cuda *c, const struct check_model *model) {
     static table t;
     int faults = compile_all(c, &model->dims, &t), known = 0;
-    printf("%-24s %5s %8s", model->name, "block", "shared");
-    for (int i = 0; i < CHECK_TARGETS; i++) printf(" %8s", targets[i]);
-    printf("\n");
+    print_targets(model->name, "block   shared");
     for (int i = 0; i < SALA__KERNEL_COUNT; i++) faults += print_kernel(i, &model->dims, &t);
     printf("%-24s %5s %8s", "seconds to compile", "", "");
     for (int i = 0; i < CHECK_TARGETS; i++) {
@@ -197,6 +252,8 @@ static int check_model(sala__cuda *c, const struct check_model *model) {
         known += t.seconds[i] >= 0;
     }
     printf("\n\n");
+    print_code(&t);
+    printf("\n");
     return known ? faults : faults + 1;
 }
 

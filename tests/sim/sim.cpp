@@ -2130,12 +2130,21 @@ static bool compile(Program *p, const std::string &folder, const Options &o,
            read_file(folder + "/sala_sim.so", &p->cubin);
 }
 
+// The source that takes the place of every other one; empty without SALA_SIM_SOURCE.
+static std::string other_source() {
+    const char *path = getenv("SALA_SIM_SOURCE");
+    std::string text;
+    if (path && !read_file(path, &text)) text = "#error SALA_SIM_SOURCE cannot be read\n";
+    return text;
+}
+
 // The minor version names what else a cubin depends on, so that a cache of cubins keyed by the
 // version is right.
 API int nvrtcVersion(int *major, int *minor) {
     const char *compiler = getenv("CXX");
     std::string all = std::string(sala_sim_header) + "/" + extra_flags() + "/" +
-                      (compiler ? compiler : "") + "/" + (cpu_features() ? "fma" : "");
+                      (compiler ? compiler : "") + "/" + (cpu_features() ? "fma" : "") + "/" +
+                      other_source();
     *major = 13;
     *minor = (int)(checksum(all.data(), all.size()) & 0xFFFFF);
     return NVRTC_SUCCESS;
@@ -2145,7 +2154,8 @@ API int nvrtcCreateProgram(Program **out, const char *source, const char *name, 
                            const char *const *headers, const char *const *names) {
     if (!out || !source || count < 0 || (count && (!headers || !names))) return NVRTC_INVALID_INPUT;
     Program *p = new Program();
-    p->source = source;
+    p->source = other_source();
+    if (p->source.empty()) p->source = source;
     p->name = name ? name : "";
     for (int i = 0; i < count; i++) {
         p->headers.push_back(headers[i]);

@@ -23,6 +23,7 @@
       SALA_SIM_MEMORY  its memory in bytes (2147483648)
       SALA_SIM_PDL     threads of a dependent kernel that may start early (2048); 0: none
       SALA_SIM_KEEP    set: keep the folders with what was compiled
+      SALA_SIM_SOURCE  a file that is compiled instead of every source (see mutate.sh)
     Exported besides the driver's and NVRTC's functions:
       long sala_sim_leaks(void)           objects alive, and those lost when a context was released
       const char *sala_sim_error(void)    text of the last error ("" if there was none)
