@@ -382,13 +382,14 @@ typedef struct sala_attend_args {
     float *part_max_sum; // [rows, parts, heads, 2]
 } sala_attend_args;
 
-// o = RMSNorm(o) * weight (if given) * sigmoid(gate) (if given), in place
+// y = RMSNorm(o) * weight (if given) * sigmoid(gate) (if given)
 typedef struct sala_gate_args {
     int32_t rows, width;
     float eps;
     sala_weight norm;     // [width] or data NULL
     const sala_act *gate; // [rows, width] or NULL
-    sala_act *o;          // [rows, width]
+    const sala_act *o;    // [rows, width]
+    sala_act *y;          // [rows, width] on a GPU not o, which other blocks still read
 } sala_gate_args;
 
 // After the tokens are chosen. accepted[s] nodes of sequence s become part of it, listed root first

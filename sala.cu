@@ -183,21 +183,25 @@ SALA_DEVICE float sala_sigmoid(float x) {
 
 // ---- 3. embedding, positions, norms of heads, gates ----
 
-// x[r] = act(embed_scale * table[token[r]]). One block a row; reads and writes 2 * hidden bytes
-// each. A run of eight k is two words of each of two lane pieces. Twin: sala__op_embed.
+// x[r] = act(embed_scale * table[token[r]]). Blocks: (rows, shares of 2048 columns). A run of eight
+// k is two words of each of two lane pieces. Reads 4 * hidden bytes a row, of which it wants half,
+// and writes 2 * hidden. Twin: sala__op_embed.
 extern "C" __global__ void __launch_bounds__(256, 2)
     sala_embed(const __grid_constant__ sala_embed_args a) {
     sala_launch_next();
     sala_wait_grid();
     int r = (int)blockIdx.x;
     if (r >= a.rows->count) return;
-    int n = a.rows->token[r], half = n >> 3 & 1;
-    const uint16_t *table = (const uint16_t *)a.table.data;
-    for (int k = 8 * (int)threadIdx.x; k < MODEL.hidden; k += 8 * 256) {
+    int n = a.rows->token[r];
+    bool odd = n & 8;
+#pragma unroll 1
+    for (int k = 2048 * (int)blockIdx.y + 8 * (int)threadIdx.x; k < MODEL.hidden;
+         k += 2048 * (int)gridDim.y) {
+        const uint16_t *table = (const uint16_t *)a.table.data;
         uint4 first = *(const uint4 *)(table + (sala_packed(n, k, MODEL.vocab) & ~7ll));
         uint4 second = *(const uint4 *)(table + (sala_packed(n, k + 4, MODEL.vocab) & ~7ll));
-        uint32_t word[4] = {half ? first.y : first.x, half ? first.w : first.z,
-                            half ? second.y : second.x, half ? second.w : second.z};
+        uint32_t word[4] = {odd ? first.y : first.x, odd ? first.w : first.z,
+                            odd ? second.y : second.x, odd ? second.w : second.z};
         for (int i = 0; i < 4; i++)
             word[i] = sala_pair(sala_low(word[i]) * MODEL.embed_scale,
                                 sala_high(word[i]) * MODEL.embed_scale);
@@ -216,8 +220,9 @@ extern "C" __global__ void __launch_bounds__(64, 2)
     int r = (int)blockIdx.x, i = (int)threadIdx.x;
     if (r >= a.rows->count || i >= a.dim / 2) return;
     float angle = (float)a.rows->position[r] * a.frequency[i];
-    float2 turn = make_float2((float)cos((double)angle), (float)sin((double)angle));
-    *(float2 *)(a.cos_sin + (int64_t)r * a.dim + 2 * i) = turn;
+    double sine, cosine;
+    sincos((double)angle, &sine, &cosine);
+    *(float2 *)(a.cos_sin + (int64_t)r * a.dim + 2 * i) = make_float2((float)cosine, (float)sine);
 }
 
 // A head of q or k of 128 elements lies in a warp as two pairs a lane: elements 2l, 2l+1 and
@@ -303,43 +308,44 @@ SALA_DEVICE float sala_gate_squares(uint32_t x, float sum) {
     return fmaf(sala_high(x), sala_high(x), fmaf(sala_low(x), sala_low(x), sum));
 }
 
-// o = RMSNorm(o) * weight (if given) * sigmoid(gate) (if given), in place, after lightning
-// attention. One block a row, which it holds in registers: 16 bytes a thread and piece. Reads o and
-// gate and writes o once. Twin: sala__op_gate.
+// y = RMSNorm(o) * weight (if given) * sigmoid(gate) (if given), after lightning attention. Blocks:
+// (rows, shares of 512 columns): each sums the squares of the whole row, all in the same order, and
+// a thread gates two columns. Reads o in every share, and gate once; writes y once. Twin:
+// sala__op_gate.
 extern "C" __global__ void __launch_bounds__(256, 2)
     sala_gate(const __grid_constant__ sala_gate_args a) {
-    constexpr int WIDTH = MODEL.lin_heads * 128, ALL = WIDTH / 8, PIECES = (ALL + 255) / 256;
-    const uint4 *weight = (const uint4 *)a.norm.data, zero = make_uint4(0, 0, 0, 0);
-    const uint4 *gate = (const uint4 *)a.gate + (int64_t)blockIdx.x * ALL;
-    uint4 *o = (uint4 *)a.o + (int64_t)blockIdx.x * ALL, x[PIECES], g[PIECES], w[PIECES];
-    bool normed = a.norm.data, gated = a.gate;
-    float sum = 0, inverse = 0;
+    constexpr int PAIRS = MODEL.lin_heads * 64, PIECES = (PAIRS + 1023) / 1024;
+    int t = (int)threadIdx.x, at = 256 * (int)blockIdx.y + t;
+    int64_t first = (int64_t)blockIdx.x * PAIRS;
+    const uint32_t *o = (const uint32_t *)a.o + first;
+    uint32_t weight = 0, x = 0, gate = 0;
+    uint4 all[PIECES];
+    float sum = 0, inverse = 0, *partial = (float *)sala_shared();
+    bool own = PAIRS % 256 == 0 || at < PAIRS, normed = a.norm.data;
     sala_launch_next();
-#pragma unroll
-    for (int p = 0, at = (int)threadIdx.x; p < PIECES; p++, at += 256)
-        w[p] = normed && at < ALL ? weight[at] : zero;
+    if (own && normed) weight = ((const uint32_t *)a.norm.data)[at];
     sala_wait_grid();
 #pragma unroll
-    for (int p = 0, at = (int)threadIdx.x; p < PIECES; p++, at += 256) {
-        x[p] = at < ALL ? o[at] : zero;
-        g[p] = gated && at < ALL ? gate[at] : zero;
-    }
+    for (int p = 0; p < PIECES; p++)
+        all[p] =
+            1024 * p + 4 * t < PAIRS ? ((const uint4 *)o)[256 * p + t] : make_uint4(0, 0, 0, 0);
+    if (own) x = o[at];
+    if (own && a.gate) gate = ((const uint32_t *)a.gate)[first + at];
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
-        sum = sala_gate_squares(x[p].y, sala_gate_squares(x[p].x, sum));
-        sum = sala_gate_squares(x[p].w, sala_gate_squares(x[p].z, sum));
+        sum = sala_gate_squares(all[p].y, sala_gate_squares(all[p].x, sum));
+        sum = sala_gate_squares(all[p].w, sala_gate_squares(all[p].z, sum));
     }
-    if (normed) inverse = 1.0f / sqrtf(sala_block_sum(sum, (float *)sala_shared()) / WIDTH + a.eps);
-#pragma unroll
-    for (int p = 0, at = (int)threadIdx.x; p < PIECES; p++, at += 256) {
-        if (at >= ALL) break;
-        uint4 y;
-        y.x = sala_gate_pair(x[p].x, inverse, normed, w[p].x, gated, g[p].x);
-        y.y = sala_gate_pair(x[p].y, inverse, normed, w[p].y, gated, g[p].y);
-        y.z = sala_gate_pair(x[p].z, inverse, normed, w[p].z, gated, g[p].z);
-        y.w = sala_gate_pair(x[p].w, inverse, normed, w[p].w, gated, g[p].w);
-        o[at] = y;
+    if (normed) {
+        sum = sala_warp_sum(sum);
+        if ((t & 31) == 0) partial[t >> 5] = sum;
+        __syncthreads();
+        sum = 0;
+        for (int w = 0; w < 8; w++) sum += partial[w];
+        inverse = 1.0f / sqrtf(sum / (2 * PAIRS) + a.eps);
     }
+    x = sala_gate_pair(x, inverse, normed, weight, a.gate, gate);
+    if (own) ((uint32_t *)a.y)[first + at] = x;
 }
 
 
@@ -418,53 +424,35 @@ SALA_DEVICE void sala_gemm_copy_x(const sala_product_args *a, const sala_gemm_fe
     int step = SALA_GEMM_THREADS / 8, row = (int)threadIdx.x >> 3;
     int unit = ((int)threadIdx.x & 7) ^ (row & 1) * 4;
     unsigned char *to = sala_shared() + feed->slot + SALA_GEMM_X + row * 128 + unit * 16;
-    const unsigned char *from = feed->x;
     int64_t stride = (int64_t)a->gemm.w[0].k * 2 * step;
     if (feed->item >= a->items) return;
-#pragma unroll 1
-    for (; row < feed->rows && row < SALA_GEMM_TOKENS; row += step) {
-        sala_copy16(to, from);
-        to += step * 128;
-        from += stride;
-    }
-}
-
-// sum += two tiles of 16 weight rows times one group of eight rows of x, 32 k.
-SALA_DEVICE void sala_gemm_group(const uint4 w[2][2], uint4 x, float sum[2][4]) {
-    const uint32_t first[2] = {x.x, x.y}, second[2] = {x.z, x.w};
 #pragma unroll
-    for (int i = 0; i < 4; i++) { // both tiles, then both once more: no sum waits for itself
-        uint4 v = w[i & 1][i >> 1];
-        const uint32_t as[4] = {v.x, v.y, v.z, v.w};
-        sala_mma(sum[i & 1], as, i < 2 ? first : second);
-    }
+    for (int i = 0; i < SALA_GEMM_TOKENS / step; i++)
+        if (row + i * step < feed->rows) sala_copy16(to + i * step * 128, feed->x + i * stride);
 }
 
-// One stage of a warp: 32 weight rows, up to 32 rows of x.
+// One stage of a warp: 32 weight rows, `groups` (a constant) times 8 rows of x; all loads of 32 k
+// come before their products, and no sum waits for the product before it.
 SALA_DEVICE void sala_gemm_multiply(const unsigned char *w, const unsigned char *x, int groups,
                                     float sum[4][2][4]) {
     int lane = (int)threadIdx.x & 31, row = lane >> 2, unit = lane & 3;
 #pragma unroll
     for (int run = 0; run < 2; run++) {
         const unsigned char *xs = x + row * 128 + ((run ^ (row & 1)) * 4 + unit) * 16;
-        uint4 a[2][2], b[4];
+        uint4 a[4], b[4]; // a: tile, then step of 16 k
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            a[i >> 1][i & 1] =
-                *(const uint4 *)(w + (i >> 1) * 2048 + (run * 2 + (i & 1)) * 512 + lane * 16);
-        b[0] = *(const uint4 *)xs;
-        if (groups > 2) { // all loads before the first product
-            b[1] = *(const uint4 *)(xs + 1024);
-            b[2] = *(const uint4 *)(xs + 2048);
-            b[3] = *(const uint4 *)(xs + 3072);
-            sala_gemm_group(a, b[1], sum[1]);
-            sala_gemm_group(a, b[2], sum[2]);
-            sala_gemm_group(a, b[3], sum[3]);
-        } else if (groups == 2) {
-            b[1] = *(const uint4 *)(xs + 1024);
-            sala_gemm_group(a, b[1], sum[1]);
+            a[i] = *(const uint4 *)(w + (i >> 1) * 2048 + (run * 2 + (i & 1)) * 512 + lane * 16);
+#pragma unroll
+        for (int group = 0; group < groups; group++) b[group] = *(const uint4 *)(xs + group * 1024);
+#pragma unroll
+        for (int i = 0; i < 4 * groups; i++) { // step, then group, then tile
+            int tile = i & 1, group = (i >> 1) % groups, step = (i >> 1) / groups;
+            const uint4 v = a[tile * 2 + step], u = b[group];
+            const uint32_t as[4] = {v.x, v.y, v.z, v.w};
+            const uint32_t bs[2] = {step ? u.z : u.x, step ? u.w : u.y};
+            sala_mma(sum[group][tile], as, bs);
         }
-        sala_gemm_group(a, b[0], sum[0]);
     }
 }
 
@@ -528,7 +516,12 @@ SALA_DEVICE void sala_gemm_chunk(const sala_product_args *a, sala_gemm_feed *fee
         sala_gemm_copy_weights(a, feed);
         sala_gemm_copy_x(a, feed);
         sala_copy_commit();
-        if (groups > 0) sala_gemm_multiply(w + *slot, x + *slot, groups, sum);
+        if (groups > 2)
+            sala_gemm_multiply(w + *slot, x + *slot, 4, sum);
+        else if (groups == 2)
+            sala_gemm_multiply(w + *slot, x + *slot, 2, sum);
+        else if (groups == 1)
+            sala_gemm_multiply(w + *slot, x + *slot, 1, sum);
         *slot += SALA_GEMM_STAGE;
         if (*slot == SALA_GEMM_SHARED) *slot = 0;
     }
@@ -705,29 +698,42 @@ extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
 // groups of keys x four of columns, so that a load or store of the state is segments of 64 bytes.
 #define SALA_GLA_COLUMNS 16
 #define SALA_GLA_SLICES (128 / SALA_GLA_COLUMNS)
-#define SALA_GLA_BATCH 16 // nodes whose q, k, v are in shared memory at a time
+#define SALA_GLA_BATCH (SALA_MAX_PATH / 2) // tokens whose q, k, v are in shared memory at a time
+#define SALA_GLA_HERE -2
+#define SALA_GLA_POOL -1
+
+typedef struct sala_gla_item { // a token to advance by
+    int32_t node;              // counts from the sequence's first row
+    int32_t from;              // where its parent's state is: HERE in registers, POOL or a slot
+    int32_t save;              // slot that gets its state, or -1
+    int32_t output;            // 0: once more, on the way to a node that it is an ancestor of
+} sala_gla_item;
 
 typedef struct sala_gla_shared {
-    sala_act k[SALA_GLA_BATCH][128], q[SALA_GLA_BATCH][128];
-    sala_act pending_k[SALA_MAX_PATH][128];
-    sala_act v[SALA_GLA_BATCH][SALA_GLA_COLUMNS], pending_v[SALA_MAX_PATH][SALA_GLA_COLUMNS];
+    sala_act k[SALA_MAX_PATH][128]; // the pending path; later a batch, its q in the second half
+    sala_act v[SALA_MAX_PATH][SALA_GLA_COLUMNS];
+    float turn[SALA_GLA_BATCH][128];              // cos, sin
     float o[SALA_GLA_BATCH][4][SALA_GLA_COLUMNS]; // of the keys of each warp
-    int32_t parent[SALA_MAX_ROWS];     // of each node; nodes count from the sequence's first row
+    sala_gla_item item[SALA_GLA_BATCH];
+    int32_t parent[SALA_MAX_ROWS];     // of each node; -1: it grows from the pool
     int32_t last_child[SALA_MAX_ROWS]; // 0: none
+    int32_t owner[8];                  // the node whose state a slot holds, -1: free
     int32_t branched;                  // some node's parent is not the node before it
-    int32_t unused[3];
+    int32_t next;                      // node of a tree that comes next,
+    int32_t back;                      // and ancestors that come before it; -1: not known yet
+    int32_t count;                     // items of the batch
 } sala_gla_shared; // then [tree_slots][4][128 threads] float4: states that later nodes grow from
-static_assert(sizeof(sala_gla_shared) == 19472, "the host asks for this much");
+static_assert(sizeof(sala_gla_shared) == 12976, "the host asks for this much");
 
 // Where a block stands.
 typedef struct sala_gla_place {
-    sala_seq seq;
+    int32_t first_row, rows;       // of the sequence
+    int32_t done, count;           // nodes that are advanced, or under way; items of the batch
     int32_t head, kv_head, column; // first of 16
+    bool branched;
     float decay;
     float *state; // of this thread: element (its first key, its first column)
     sala_gla_shared *shared;
-    uint64_t owners; // eight bits a slot: the node whose state it holds
-    uint32_t used;   // one bit a slot
 } sala_gla_place;
 
 SALA_DEVICE void sala_gla_four(uint2 pairs, float x[4]) {
@@ -745,42 +751,37 @@ SALA_DEVICE int sala_gla_column(void) {
     return ((int)threadIdx.x & 3) * 4;
 }
 
-SALA_DEVICE void sala_gla_load(const sala_gla_place *at, float4 s[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) s[i] = *(const float4 *)(at->state + i * 128);
-}
-
 SALA_DEVICE void sala_gla_store(const sala_gla_place *at, const float4 s[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) *(float4 *)(at->state + i * 128) = s[i];
+    for (int j = 0; j < 4; j++) *(float4 *)(at->state + j * 128) = s[j];
 }
 
 // One token: S = fma(k, v, decay * S). The only place where a state changes.
-SALA_DEVICE void sala_gla_step(float4 s[4], uint2 k_pairs, uint2 v_pairs, float decay) {
+SALA_DEVICE void sala_gla_step(const sala_gla_place *at, int i, float4 s[4]) {
     float k[4], v[4];
-    sala_gla_four(k_pairs, k);
-    sala_gla_four(v_pairs, v);
+    sala_gla_four(*(const uint2 *)&at->shared->k[i][sala_gla_key()], k);
+    sala_gla_four(*(const uint2 *)&at->shared->v[i][sala_gla_column()], v);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        s[i].x = fmaf(k[i], v[0], decay * s[i].x);
-        s[i].y = fmaf(k[i], v[1], decay * s[i].y);
-        s[i].z = fmaf(k[i], v[2], decay * s[i].z);
-        s[i].w = fmaf(k[i], v[3], decay * s[i].w);
+    for (int j = 0; j < 4; j++) {
+        s[j].x = fmaf(k[j], v[0], at->decay * s[j].x);
+        s[j].y = fmaf(k[j], v[1], at->decay * s[j].y);
+        s[j].z = fmaf(k[j], v[2], at->decay * s[j].z);
+        s[j].w = fmaf(k[j], v[3], at->decay * s[j].w);
     }
 }
 
 // Sums of S q over the keys of the warp, always in the same order: a thread's four keys by fma,
 // then over the eight key groups, halving the columns at each exchange. Lanes without bit 2 write.
-SALA_DEVICE void sala_gla_output(const float4 s[4], uint2 q_pairs, float *o) {
+SALA_DEVICE void sala_gla_output(const sala_gla_place *at, int i, const float4 s[4]) {
     float q[4], x = 0, y = 0, z = 0, w = 0;
     int lane = (int)threadIdx.x & 31;
-    sala_gla_four(q_pairs, q);
+    sala_gla_four(*(const uint2 *)&at->shared->k[SALA_GLA_BATCH + i][sala_gla_key()], q);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        x = fmaf(q[i], s[i].x, x);
-        y = fmaf(q[i], s[i].y, y);
-        z = fmaf(q[i], s[i].z, z);
-        w = fmaf(q[i], s[i].w, w);
+    for (int j = 0; j < 4; j++) {
+        x = fmaf(q[j], s[j].x, x);
+        y = fmaf(q[j], s[j].y, y);
+        z = fmaf(q[j], s[j].z, z);
+        w = fmaf(q[j], s[j].w, w);
     }
     bool back = lane & 16, odd = lane & 8;
     float even_sum = (back ? z : x) + __shfl_xor_sync(0xFFFFFFFFu, back ? x : z, 16);
@@ -788,79 +789,34 @@ SALA_DEVICE void sala_gla_output(const float4 s[4], uint2 q_pairs, float *o) {
     float sum = odd ? odd_sum : even_sum;
     sum += __shfl_xor_sync(0xFFFFFFFFu, odd ? even_sum : odd_sum, 8);
     sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 4);
-    if (!(lane & 4)) o[sala_gla_column() + 2 * back + odd] = sum;
+    if (!(lane & 4)) at->shared->o[i][threadIdx.x >> 5][sala_gla_column() + 2 * back + odd] = sum;
 }
 
-// k (is_k) or q of row r and this head as projected.
-SALA_DEVICE const sala_act *sala_gla_raw(const sala_gla_args *a, const sala_gla_place *at, int r,
-                                         bool is_k) {
-    return is_k ? a->raw_k + ((int64_t)r * MODEL.lin_kv_heads + at->kv_head) * 128
-                : a->q + ((int64_t)r * MODEL.lin_heads + at->head) * 128;
-}
-
-SALA_DEVICE float4 sala_gla_turn(const sala_gla_args *a, int r) {
-    return ((const float4 *)(a->cos_sin + (int64_t)r * 128))[threadIdx.x & 31];
-}
-
-// Norm and rotate q and k of `count` <= 16 rows into shared memory. Even warps take q, odd warps k;
-// four vectors a warp are under way together. The first block of a K/V head keeps its k.
-SALA_DEVICE void sala_gla_heads(const sala_gla_args *a, const sala_gla_place *at, int first,
-                                int count) {
-    bool is_k = threadIdx.x >> 5 & 1;
-    bool keep = is_k && at->column == 0 && at->head % (MODEL.lin_heads / MODEL.lin_kv_heads) == 0;
-    const sala_act *norm = (const sala_act *)(is_k ? a->k_norm.data : a->q_norm.data);
-    uint2 weight = norm ? sala_head_load(norm) : make_uint2(0, 0), x[4];
-    float4 turn[4];
-    float squares[4];
-    for (int from = (int)threadIdx.x >> 6; from < count; from += 8) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            int r = first + (from + 2 * j < count ? from + 2 * j : from);
-            x[j] = sala_head_load(sala_gla_raw(a, at, r, is_k));
-            if (a->cos_sin) turn[j] = sala_gla_turn(a, r);
-        }
-#pragma unroll
-        for (int j = 0; j < 4; j++) squares[j] = norm ? sala_head_squares(x[j]) : 0.0f;
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            int i = from + 2 * j;
-            if (i >= count) break;
-            if (norm) x[j] = sala_head_norm(x[j], squares[j], MODEL.eps, weight);
-            if (a->cos_sin) x[j] = sala_head_rope(x[j], turn[j]);
-            sala_head_store(is_k ? at->shared->k[i] : at->shared->q[i], x[j]);
-            if (keep)
-                sala_head_store(
-                    a->k + ((int64_t)(first + i) * MODEL.lin_kv_heads + at->kv_head) * 128, x[j]);
-        }
+// The pending path, already normed and rotated, into shared memory.
+SALA_DEVICE void sala_gla_pending(const sala_gla_args *a, const sala_gla_place *at, int slot) {
+    constexpr int STEP = MODEL.lin_kv_heads * 128;
+    int i = (int)threadIdx.x >> 4, part = ((int)threadIdx.x & 15) * 8;
+    int64_t first = (int64_t)slot * SALA_MAX_PATH * STEP + at->kv_head * 128;
+#pragma unroll 1
+    for (; i < at->count; i += 8) {
+        sala_copy16(&at->shared->k[i][part], a->pending_k + first + i * STEP + part);
+        if (part < SALA_GLA_COLUMNS)
+            sala_copy16(&at->shared->v[i][part],
+                        a->pending_v + first + i * STEP + at->column + part);
     }
 }
 
-// v of `count` rows, from row `first` of [rows, lin_kv_heads, lin_dim], into shared memory.
-SALA_DEVICE void sala_gla_values(const sala_gla_place *at, sala_act v[][SALA_GLA_COLUMNS],
-                                 const sala_act *from, int64_t first, int count) {
-    int i = (int)threadIdx.x >> 1, half = ((int)threadIdx.x & 1) * 8;
-    if (i < count)
-        sala_copy16(&v[i][half], from + ((first + i) * MODEL.lin_kv_heads + at->kv_head) * 128 +
-                                     at->column + half);
-}
-
-// The pending path into shared memory: already normed and rotated.
-SALA_DEVICE void sala_gla_pending(const sala_gla_args *a, const sala_gla_place *at) {
-    int64_t first = (int64_t)at->seq.slot * SALA_MAX_PATH;
-    for (int piece = (int)threadIdx.x; piece < at->seq.pending * 16; piece += 128) {
-        int i = piece >> 4, k = (piece & 15) * 8;
-        sala_copy16(&at->shared->pending_k[i][k],
-                    a->pending_k + ((first + i) * MODEL.lin_kv_heads + at->kv_head) * 128 + k);
-    }
-    sala_gla_values(at, at->shared->pending_v, a->pending_v, first, at->seq.pending);
-}
-
-// The shape of the tree, by one warp.
-SALA_DEVICE void sala_gla_plan(const sala_rows *rows, const sala_seq *seq, sala_gla_shared *m) {
+// The shape of the tree of more than one node, by one warp.
+static __device__ __noinline__ void sala_gla_plan(const sala_rows *rows, const sala_seq *seq) {
+    sala_gla_shared *m = (sala_gla_shared *)sala_shared();
+    int lane = (int)threadIdx.x & 31;
     bool branched = false;
-    for (int n = (int)threadIdx.x & 31; n < seq->rows; n += 32) m->last_child[n] = 0;
+#pragma unroll 1
+    for (int n = lane; n < seq->rows; n += 32) m->last_child[n] = 0;
+    if (lane < 8) m->owner[lane] = -1;
     __syncwarp();
-    for (int n = (int)threadIdx.x & 31; n < seq->rows && seq->rows > 1; n += 32) {
+#pragma unroll 1
+    for (int n = lane; n < seq->rows; n += 32) {
         int r = seq->first_row + n, depth = rows->position[r] - seq->stored, parent = -1;
         if (depth > 0) parent = rows->path[r * SALA_MAX_PATH + depth - 1] - seq->first_row;
         if (depth > 0) atomicMax(&m->last_child[parent], n);
@@ -868,106 +824,188 @@ SALA_DEVICE void sala_gla_plan(const sala_rows *rows, const sala_seq *seq, sala_
         branched |= parent != n - 1;
     }
     branched = __any_sync(0xFFFFFFFFu, branched);
-    if ((threadIdx.x & 31) == 0) m->branched = branched;
+    m->branched = branched;
+    m->next = 0;
+    m->back = -1;
+}
+
+// The slot that holds a node's state (node -1: that is free), or -1.
+SALA_DEVICE int sala_gla_slot_of(const sala_gla_shared *m, int slots, int node) {
+    int slot = slots - 1;
+#pragma unroll 1
+    while (slot >= 0 && m->owner[slot] != node) slot--;
+    return slot;
+}
+
+// The next item of a tree, by one thread. A node whose parent is not the node before it begins at
+// its parent's state if that is saved, else at its nearest saved ancestor's or at the pool, and the
+// ancestors in between come once more. A slot is free after the last child of its node.
+SALA_DEVICE void sala_gla_next(sala_gla_shared *m, int slots, sala_gla_item *item) {
+    int n = m->next, node = n, from = SALA_GLA_HERE, save = -1, back = m->back, output;
+    if (back < 0) {
+        int parent = m->parent[n], up = parent;
+        back = 0;
+        if (parent != n - 1) {
+            from = SALA_GLA_POOL;
+#pragma unroll 1
+            for (; up >= 0 && (from = sala_gla_slot_of(m, slots, up)) < 0; back++)
+                up = m->parent[up];
+            if (from >= 0 && back == 0 && m->last_child[parent] == n) m->owner[from] = -1;
+        }
+    }
+    output = back == 0;
+#pragma unroll 1
+    for (int up = back; up > 0; up--) node = m->parent[node];
+    if (output) { // a node other than the next one grows from it: keep it if a slot is free
+        if (m->last_child[n] > n + 1) save = sala_gla_slot_of(m, slots, -1);
+        if (save >= 0) m->owner[save] = n;
+        m->next = n + 1;
+    }
+    m->back = back - 1;
+    item->node = node;
+    item->from = from;
+    item->save = save;
+    item->output = output;
+}
+
+// The next batch of a tree, by one thread.
+static __device__ __noinline__ void sala_gla_items(int nodes, int slots) {
+    sala_gla_shared *m = (sala_gla_shared *)sala_shared();
+    int i = 0;
+#pragma unroll 1
+    for (; i < SALA_GLA_BATCH && m->next < nodes; i++) sala_gla_next(m, slots, &m->item[i]);
+    m->count = i;
+}
+
+// The next batch. Chains need no search.
+SALA_DEVICE void sala_gla_schedule(sala_gla_place *at, int slots) {
+    sala_gla_shared *m = at->shared;
+    int t = (int)threadIdx.x, left = at->rows - at->done;
+    at->count = left < SALA_GLA_BATCH ? left : SALA_GLA_BATCH;
+    __syncthreads(); // the items of the last batch are read
+    if (!at->branched && t < at->count) {
+        sala_gla_item item = {at->done + t, SALA_GLA_HERE, -1, 1};
+        m->item[t] = item;
+    }
+    at->done += at->count;
+    if (at->branched && t == 0) sala_gla_items(at->rows, slots);
+    __syncthreads();
+    if (!at->branched) return;
+    at->done = m->next;
+    at->count = m->count;
+}
+
+// q, k as projected, v and the turns of the items into shared memory: a row is copied by one warp.
+SALA_DEVICE void sala_gla_fetch(const sala_gla_args *a, const sala_gla_place *at) {
+    sala_gla_shared *m = at->shared;
+    int lane = (int)threadIdx.x & 31, part = (lane & 15) * 8;
+    bool is_q = lane & 16;
+#pragma unroll 1
+    for (int i = (int)threadIdx.x >> 5; i < at->count; i += 4) {
+        int64_t r = at->first_row + m->item[i].node;
+        int64_t q = (r * MODEL.lin_heads + at->head) * 128 + part;
+        int64_t k = (r * MODEL.lin_kv_heads + at->kv_head) * 128;
+        sala_copy16(&m->k[is_q * SALA_GLA_BATCH + i][part], is_q ? a->q + q : a->raw_k + k + part);
+        if (a->cos_sin) sala_copy16(&m->turn[i][lane * 4], a->cos_sin + r * 128 + lane * 4);
+        if (lane < 2) sala_copy16(&m->v[i][part], a->v + k + at->column + part);
+    }
+    sala_copy_commit();
+    SALA_COPY_WAIT(0);
+    __syncthreads();
+}
+
+// Norm and rotate q and k of the items: even warps take k, odd warps q. The first block of a K/V
+// head keeps its k.
+SALA_DEVICE void sala_gla_heads(const sala_gla_args *a, const sala_gla_place *at, bool normed,
+                                uint2 weight) {
+    sala_gla_shared *m = at->shared;
+    bool is_q = threadIdx.x >> 5 & 1;
+    bool keep = !is_q && at->column == 0 && at->head % (MODEL.lin_heads / MODEL.lin_kv_heads) == 0;
+#pragma unroll 1
+    for (int i = (int)threadIdx.x >> 6; i < at->count; i += 2) {
+        sala_act *head = m->k[is_q * SALA_GLA_BATCH + i];
+        uint2 x = sala_head_load(head);
+        if (normed) x = sala_head_norm(x, sala_head_squares(x), MODEL.eps, weight);
+        if (a->cos_sin) x = sala_head_rope(x, *(const float4 *)&m->turn[i][4 * (threadIdx.x & 31)]);
+        sala_head_store(head, x);
+        int64_t r = at->first_row + m->item[i].node;
+        if (keep) sala_head_store(a->k + (r * MODEL.lin_kv_heads + at->kv_head) * 128, x);
+    }
+    __syncthreads();
 }
 
 SALA_DEVICE float4 *sala_gla_saved(const sala_gla_place *at, int slot) { // this thread's part
     return (float4 *)(at->shared + 1) + slot * 512 + threadIdx.x;
 }
 
-SALA_DEVICE int sala_gla_slot_of(const sala_gla_place *at, int slots, int node) { // -1: not saved
-    for (int i = 0; i < slots; i++)
-        if ((at->used >> i & 1) && (int)(at->owners >> 8 * i & 255) == node) return i;
-    return -1;
-}
-
-// A node again, outside its turn: every warp norms and rotates k for itself. The same bits as the
-// first time.
-SALA_DEVICE void sala_gla_again(const sala_gla_args *a, const sala_gla_place *at, int r,
-                                float4 s[4]) {
-    uint2 k = sala_head_load(sala_gla_raw(a, at, r, true));
-    const sala_act *norm = (const sala_act *)a->k_norm.data;
-    if (norm) k = sala_head_norm(k, sala_head_squares(k), MODEL.eps, sala_head_load(norm));
-    if (a->cos_sin) k = sala_head_rope(k, sala_gla_turn(a, r));
-    // from two pairs a lane, as a head lies, to the thread's four keys
-    uint32_t pairs = sala_gla_key() < 64 ? k.x : k.y;
-    int lane = sala_gla_key() % 64 / 2;
-    k.x = __shfl_sync(0xFFFFFFFFu, pairs, lane);
-    k.y = __shfl_sync(0xFFFFFFFFu, pairs, lane + 1);
-    const sala_act *v = a->v + ((int64_t)r * MODEL.lin_kv_heads + at->kv_head) * 128;
-    sala_gla_step(s, k, *(const uint2 *)(v + at->column + sala_gla_column()), at->decay);
-}
-
-// s becomes the state that node n grows from, when that is not the node before it: its parent's,
-// saved, or remade from the nearest saved ancestor or from the pool. The parent's slot is free when
-// n is its last child.
-SALA_DEVICE void sala_gla_return(const sala_gla_args *a, sala_gla_place *at, int n, float4 s[4]) {
-    int r = at->seq.first_row + n, depth = a->rows->position[r] - at->seq.stored;
-    const int32_t *path = a->rows->path + r * SALA_MAX_PATH;
-    int from = depth - 1, slot = -1;
-    for (; from >= 0; from--) {
-        slot = sala_gla_slot_of(at, a->tree_slots, path[from] - at->seq.first_row);
-        if (slot >= 0) break;
-    }
-    if (slot < 0) sala_gla_load(at, s);
+// s becomes the state that an item grows from.
+SALA_DEVICE void sala_gla_return(const sala_gla_place *at, int from, float4 s[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-        if (slot >= 0) s[i] = sala_gla_saved(at, slot)[i * 128];
-    if (slot >= 0 && from == depth - 1 && at->shared->last_child[at->shared->parent[n]] == n)
-        at->used &= ~(1u << slot);
-    for (int i = from + 1; i < depth; i++) sala_gla_again(a, at, path[i], s);
+    for (int j = 0; j < 4; j++)
+        s[j] =
+            from < 0 ? *(const float4 *)(at->state + j * 128) : sala_gla_saved(at, from)[j * 128];
 }
 
-// Save the state of node n if a node other than the next one grows from it and a slot is free.
-SALA_DEVICE void sala_gla_save(const sala_gla_args *a, sala_gla_place *at, int n,
-                               const float4 s[4]) {
-    int slot = __ffs((int)~at->used) - 1;
-    if (at->shared->last_child[n] <= n + 1 || slot >= a->tree_slots) return;
-    at->used |= 1u << slot;
-    at->owners = (at->owners & ~((uint64_t)255 << 8 * slot)) | (uint64_t)n << 8 * slot;
+// Advance the state by the items, or by the pending path.
+SALA_DEVICE void sala_gla_advance(const sala_gla_place *at, bool replay, float4 s[4]) {
+    sala_gla_item item = {0, SALA_GLA_HERE, -1, 0};
+#pragma unroll 1
+    for (int i = 0; i < at->count; i++) {
+        if (!replay) item = at->shared->item[i];
+        if (item.from != SALA_GLA_HERE) sala_gla_return(at, item.from, s);
+        sala_gla_step(at, i, s);
+        if (item.output) sala_gla_output(at, i, s);
+        if (item.save < 0) continue;
 #pragma unroll
-    for (int i = 0; i < 4; i++) sala_gla_saved(at, slot)[i * 128] = s[i];
-}
-
-// `count` <= 16 nodes from node `first` on: advance the state, and write o.
-SALA_DEVICE void sala_gla_nodes(const sala_gla_args *a, sala_gla_place *at, int first, int count,
-                                float4 s[4]) {
-    sala_gla_shared *m = at->shared;
-    int key = sala_gla_key(), column = sala_gla_column(), warp = (int)threadIdx.x >> 5;
-    bool branched = m->branched;
-    for (int i = 0; i < count; i++) {
-        int n = first + i;
-        if (branched && m->parent[n] != n - 1) sala_gla_return(a, at, n, s);
-        sala_gla_step(s, *(const uint2 *)&m->k[i][key], *(const uint2 *)&m->v[i][column],
-                      at->decay);
-        sala_gla_output(s, *(const uint2 *)&m->q[i][key], m->o[i][warp]);
-        if (branched) sala_gla_save(a, at, n, s);
+        for (int j = 0; j < 4; j++) sala_gla_saved(at, item.save)[j * 128] = s[j];
     }
     __syncthreads();
+}
+
+// o of the items from the sums of the warps.
+SALA_DEVICE void sala_gla_write(const sala_gla_args *a, const sala_gla_place *at) {
+    const sala_gla_shared *m = at->shared;
     int i = (int)threadIdx.x >> 3, pair = ((int)threadIdx.x & 7) * 2;
-    if (i >= count) return;
+    if (i >= at->count || !m->item[i].output) return;
     float low = 0, high = 0;
+#pragma unroll
     for (int w = 0; w < 4; w++) {
         low += m->o[i][w][pair];
         high += m->o[i][w][pair + 1];
     }
-    int64_t row = at->seq.first_row + first + i;
+    int64_t row = at->first_row + m->item[i].node;
     sala_act *o = a->o + (row * MODEL.lin_heads + at->head) * 128 + at->column + pair;
     *(uint32_t *)o = sala_pair(MODEL.lin_scale * low, MODEL.lin_scale * high);
 }
 
 SALA_DEVICE sala_gla_place sala_gla_here(const sala_gla_args *a, const sala_seq *seq) {
     sala_gla_place at;
-    at.seq = *seq;
+    at.first_row = seq->first_row;
+    at.rows = a->o ? seq->rows : 0;
+    at.done = 0;
+    at.count = seq->pending;
     at.head = (int)blockIdx.x / SALA_GLA_SLICES;
     at.kv_head = at.head / (MODEL.lin_heads / MODEL.lin_kv_heads);
     at.column = (int)blockIdx.x % SALA_GLA_SLICES * SALA_GLA_COLUMNS;
+    at.branched = false;
     at.decay = a->decay[at.head];
     at.state = a->state + ((int64_t)seq->slot * MODEL.lin_heads + at.head) * 128 * 128 +
                sala_gla_key() * 128 + at.column + sala_gla_column();
     at.shared = (sala_gla_shared *)sala_shared();
-    at.owners = 0;
-    at.used = 0;
+    return at;
+}
+
+// State and pending path under way, a tree planned.
+SALA_DEVICE sala_gla_place sala_gla_begin(const sala_gla_args *a, const sala_seq *seq,
+                                          float4 s[4]) {
+    sala_gla_place at = sala_gla_here(a, seq);
+    sala_gla_return(&at, SALA_GLA_POOL, s);
+    sala_gla_pending(a, &at, seq->slot);
+    sala_copy_commit();
+    if (at.rows > 1 && threadIdx.x < 32) sala_gla_plan(a->rows, seq);
+    SALA_COPY_WAIT(0);
+    __syncthreads();
+    if (at.rows > 1) at.branched = at.shared->branched;
     return at;
 }
 
@@ -978,36 +1016,26 @@ SALA_DEVICE sala_gla_place sala_gla_here(const sala_gla_args *a, const sala_seq 
 extern "C" __global__ void __launch_bounds__(128, 4)
     sala_gla_verify(const __grid_constant__ sala_gla_args a) {
     sala_launch_next();
-    sala_wait_grid();
-    if ((int)blockIdx.y >= a.rows->seq_count) return;
-    const sala_seq *seq = &a.rows->seqs[blockIdx.y];
-    sala_gla_place at = sala_gla_here(&a, seq);
-    int nodes = a.o ? at.seq.rows : 0, first_row = at.seq.first_row, pending = at.seq.pending;
-    int count = nodes < SALA_GLA_BATCH ? nodes : SALA_GLA_BATCH;
+    // Ahead of the wait: rows, states and pending paths come from a copy and from passes before it,
+    // no kernel of this pass but this one writes them.
+    const sala_act *norm = (const sala_act *)(threadIdx.x & 32 ? a.q_norm.data : a.k_norm.data);
+    uint2 weight = norm ? sala_head_load(norm) : make_uint2(0, 0);
     float4 s[4];
-    if (nodes == 0 && pending == 0) return;
-    sala_gla_load(&at, s);
-    sala_gla_pending(&a, &at);
-    sala_gla_values(&at, at.shared->v, a.v, first_row, count);
-    sala_copy_commit();
-    sala_gla_heads(&a, &at, first_row, count);
-    if (threadIdx.x < 32 && nodes) sala_gla_plan(a.rows, &at.seq, at.shared);
-    SALA_COPY_WAIT(0);
-    __syncthreads();
-    for (int i = 0; i < pending; i++)
-        sala_gla_step(s, *(const uint2 *)&at.shared->pending_k[i][sala_gla_key()],
-                      *(const uint2 *)&at.shared->pending_v[i][sala_gla_column()], at.decay);
-    if (pending) sala_gla_store(&at, s);
-    for (int first = 0; first < nodes; first += count) {
-        count = nodes - first < SALA_GLA_BATCH ? nodes - first : SALA_GLA_BATCH;
-        if (first) { // the last batch's q, k, v were read before a barrier
-            sala_gla_values(&at, at.shared->v, a.v, first_row + first, count);
-            sala_copy_commit();
-            sala_gla_heads(&a, &at, first_row + first, count);
-            SALA_COPY_WAIT(0);
-            __syncthreads();
-        }
-        sala_gla_nodes(&a, &at, first, count, s);
+    if ((int)blockIdx.y >= a.rows->seq_count) {
+        sala_wait_grid();
+        return;
+    }
+    sala_gla_place at = sala_gla_begin(&a, &a.rows->seqs[blockIdx.y], s);
+    for (bool replay = true;; replay = false) {
+        sala_gla_advance(&at, replay, s);
+        if (!replay) sala_gla_write(&a, &at);
+        if (replay && at.count) sala_gla_store(&at, s);
+        if (replay && at.rows == 0) sala_wait_grid();
+        if (at.done == at.rows) return;
+        sala_gla_schedule(&at, a.tree_slots);
+        if (replay) sala_wait_grid();
+        sala_gla_fetch(&a, &at);
+        sala_gla_heads(&a, &at, norm, weight);
     }
 }
 

@@ -5054,7 +5054,7 @@ static void sala__op_gla_verify(sala__cpu *cpu, const sala_gla_args *a) {
 
 static void sala__op_gate_row(void *context, int64_t r, int thread) {
     const sala_gate_args *a = (const sala_gate_args *)context;
-    sala_act *o = a->o + r * a->width;
+    const sala_act *o = a->o + r * a->width;
     float inverse = a->norm.data ? sala__rms_inverse(o, a->width, a->eps) : 0;
     (void)thread;
     for (int i = 0; i < a->width; i += 16) {
@@ -5062,7 +5062,7 @@ static void sala__op_gate_row(void *context, int64_t r, int thread) {
                                    : sala__load_act16(o + i);
         if (a->gate)
             v = v * sala__round16(sala__sigmoid16(sala__load_act16(a->gate + r * a->width + i)));
-        sala__store_act16(o + i, v);
+        sala__store_act16(a->y + r * a->width + i, v);
     }
 }
 
@@ -5603,7 +5603,8 @@ static void sala__op_attend(sala__cpu *cpu, const sala_attend_args *a) {
     const sala_dims *m = a->dims;
     sala__attend_job job = {cpu, a};
     sala__parallel(cpu, sala__tile_count(a->rows, m->kv_heads), sala__op_attend_tile, &job);
-    sala_gate_args gate = {a->rows->count, m->heads * m->head_dim, m->eps, a->norm, a->gate, a->o};
+    sala_gate_args gate = {
+        a->rows->count, m->heads * m->head_dim, m->eps, a->norm, a->gate, a->o, a->o};
     if (a->norm.data || a->gate) sala__op_gate(cpu, &gate);
 }
 
@@ -6655,11 +6656,12 @@ static sala__cu_memory sala__on_gpu(const void *pointer) {
     return (sala__cu_memory)(uintptr_t)pointer;
 }
 
-#define SALA__GLA_SHARED 19472    // without saved states; sizeof(sala_gla_shared) in sala.cu
+#define SALA__GLA_SHARED 12976    // without saved states; sizeof(sala_gla_shared) in sala.cu
 #define SALA__GLA_SAVED (8 << 10) // one saved state of a block
 
 static void sala__launch_embed(sala__gpu *g, const sala_embed_args *a) {
-    sala__launch(g, SALA__KERNEL_embed, g->rows, 1, 1, 0, a, sizeof *a);
+    int shares = (g->dims->hidden + 2047) / 2048; // eight columns a thread
+    sala__launch(g, SALA__KERNEL_embed, g->rows, shares, 1, 0, a, sizeof *a);
 }
 
 static void sala__launch_rope_table(sala__gpu *g, const sala_rope_args *a) {
@@ -6672,7 +6674,8 @@ static void sala__launch_qk_norm_rope(sala__gpu *g, const sala_qk_args *a) {
 }
 
 static void sala__launch_gate(sala__gpu *g, const sala_gate_args *a) {
-    sala__launch(g, SALA__KERNEL_gate, a->rows, 1, 1, 8 * 4, a, sizeof *a); // a float a warp
+    int shares = (a->width + 511) / 512; // two columns a thread
+    sala__launch(g, SALA__KERNEL_gate, a->rows, shares, 1, 8 * 4, a, sizeof *a); // a float a warp
 }
 
 // A block takes 16 columns of one head of one sequence.
@@ -8192,7 +8195,8 @@ static void sala__lightning_layer(sala *s, sala__pass *p, const sala__layer *w, 
     sala__project(s, p->bucket, w, s->k, (sala_act *)(uintptr_t)gla.v);
     sala__op(s, p->rows.verify ? SALA__OP_gla_verify : SALA__OP_gla_prefill, &gla);
     sala_gate_args gate = {p->bucket, m->lin_heads * m->lin_dim,     m->eps,
-                           w->o_norm, w->gate.data ? s->gate : NULL, s->o};
+                           w->o_norm, w->gate.data ? s->gate : NULL, s->o,
+                           s->q}; // which nobody reads any more
     sala__op(s, SALA__OP_gate, &gate);
 }
 
@@ -8222,7 +8226,7 @@ static void sala__forward(sala *s, sala__pass *p) {
             sala__sparse_layer(s, p, w, sparse++);
         else
             sala__lightning_layer(s, p, w, lightning++);
-        sala__to_residual(s, rows, s->o, &w->o, &w->post_norm, 1);
+        sala__to_residual(s, rows, w->sparse ? s->o : s->q, &w->o, &w->post_norm, 1);
         sala_gemm_swiglu_args mlp = {rows, s->y, w->mlp_gate, w->mlp_up, s->ffn_gate, s->ffn_up};
         sala__op(s, SALA__OP_gemm_swiglu, &mlp);
         sala__to_residual(s, rows, s->ffn_gate, &w->mlp_down,

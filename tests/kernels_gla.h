@@ -441,20 +441,22 @@ static void gla_check_gate(const sala_dims *m, int rows, int normed, int gated) 
              *norm = gla_noise((size_t)width, 0.5f, 1), *got = (uint16_t *)gla_memory(size * 2),
              *alone = (uint16_t *)gla_memory((size_t)width * 2);
     sala_gate_args a = {
-        rows, width, m->eps, gla_vector(normed ? norm : NULL, width), gated ? gate : NULL, o};
+        rows, width, m->eps, gla_vector(normed ? norm : NULL, width), gated ? gate : NULL, o, o};
     sala_gate_args d = a;
     if (normed) d.norm.data = on_device(norm, (size_t)width * 2);
     if (gated) d.gate = (const sala_act *)on_device(gate, size * 2);
-    d.o = (sala_act *)on_device(o, size * 2);
+    d.o = (const sala_act *)on_device(o, size * 2);
+    d.y = (sala_act *)on_device(NULL, size * 2);
     sala__launch_gate(gpu, &d);
     device_sync();
-    from_device(got, d.o, size * 2);
+    from_device(got, d.y, size * 2);
     d.rows = 1; // the last row by itself
-    d.o = (sala_act *)on_device(o + size - (size_t)width, (size_t)width * 2);
+    d.o = (const sala_act *)on_device(o + size - (size_t)width, (size_t)width * 2);
+    d.y = (sala_act *)on_device(NULL, (size_t)width * 2);
     if (gated) d.gate = (const sala_act *)on_device(gate + size - (size_t)width, (size_t)width * 2);
     sala__launch_gate(gpu, &d);
     device_sync();
-    from_device(alone, d.o, (size_t)width * 2);
+    from_device(alone, d.y, (size_t)width * 2);
     CHECK(!memcmp(alone, got + size - (size_t)width, (size_t)width * 2), "a row alone differs");
     sala__op_gate(gla_cpu(m), &a);
     for (size_t i = 0; i < size; i++) // three roundings, each of which may fall a step aside

@@ -673,9 +673,11 @@ static void poison(sala *s) {
     int n = sala__buffers(s, b);
     for (int i = 0; i < n; i++) {
         void *p = *b[i].pointer;
-        int lasting = p == (void *)s->slopes || p == (void *)s->free_pages ||
-                      p == (void *)s->states || p == (void *)s->pending_k ||
-                      p == (void *)s->pending_v || p == (void *)s->sequences;
+        int lasting = p == (void *)s->slopes || p == (void *)s->decay ||
+                      p == (void *)s->frequency || p == (void *)s->sparse_frequency ||
+                      p == (void *)s->free_pages || p == (void *)s->states ||
+                      p == (void *)s->pending_k || p == (void *)s->pending_v ||
+                      p == (void *)s->sequences;
         if (p && !lasting) poison_fill(p, b[i].count * b[i].size);
     }
     size_t node = (size_t)s->plan.node_rows * (size_t)s->config.dims.kv_heads *
