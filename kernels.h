@@ -548,6 +548,13 @@ SALA_FN int32_t sala_packed_pair(int32_t n, int32_t is_up) { // row of the pair 
     return (n >> 3) * 16 + is_up * 8 + (n & 7);
 }
 
+// Where element (key, column) of a 128 x 128 lightning state lies in GPU memory: slices of 16
+// columns, each what one block works on.
+#define SALA_GLA_COLUMNS 16
+SALA_FN int32_t sala_state_place(int32_t key, int32_t column) {
+    return (column / SALA_GLA_COLUMNS * 128 + key) * SALA_GLA_COLUMNS + column % SALA_GLA_COLUMNS;
+}
+
 #define SALA_GEMM_THREADS 128
 #define SALA_GEMM_ROWS 64   // rows of w a block takes at a time
 #define SALA_GEMM_TOKENS 64 // and rows of x

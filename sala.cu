@@ -463,6 +463,23 @@ SALA_DEVICE int sala_gemm_place(int row, int column) {
     return row * SALA_GEMM_ROWS + (column ^ (row & 6) << 2);
 }
 
+SALA_DEVICE float sala_swiglu(float gate, float up) {
+    gate = sala_round(gate);
+    return sala_round(gate * sala_sigmoid(gate)) * sala_round(up);
+}
+
+// Logits, of a vocabulary of any size.
+SALA_DEVICE void sala_gemm_put_logits(const sala_product_args *a, const sala_gemm_item *at,
+                                      int rows, int n, const float *result) {
+    int c = at->tile * SALA_GEMM_ROWS + ((int)threadIdx.x & (SALA_GEMM_ROWS - 1));
+    if (c >= n) return;
+#pragma unroll 1
+    for (int r = (int)threadIdx.x / SALA_GEMM_ROWS; r < rows;
+         r += SALA_GEMM_THREADS / SALA_GEMM_ROWS)
+        a->gemm.y_f32[(int64_t)(at->row + r) * n + c] =
+            result[sala_gemm_place(r, c & (SALA_GEMM_ROWS - 1))];
+}
+
 SALA_DEVICE void sala_gemm_store(const sala_product_args *a, const sala_gemm_item *at, int groups,
                                  const float sum[4][2][4], float *result) {
     int warp = (int)threadIdx.x >> 5, lane = (int)threadIdx.x & 31;
@@ -480,24 +497,29 @@ SALA_DEVICE void sala_gemm_store(const sala_product_args *a, const sala_gemm_ite
     int n = a->gemm.w[at->weight].n, rows = a->gemm.rows - at->row;
     int pair = a->kind == SALA_PRODUCT_SWIGLU, width = SALA_GEMM_ROWS >> pair;
     if (rows > SALA_GEMM_TOKENS) rows = SALA_GEMM_TOKENS;
+    if (a->gemm.y_f32) {
+        sala_gemm_put_logits(a, at, rows, n, result);
+        return;
+    }
+    // Four columns at a time: all these matrices have a multiple of four rows.
 #pragma unroll 1
-    for (int i = (int)threadIdx.x; i < rows * width; i += SALA_GEMM_THREADS) {
-        int r = i >> (6 - pair), from = i & (width - 1), c = at->tile * width + from;
+    for (int i = (int)threadIdx.x * 4; i < rows * width; i += SALA_GEMM_THREADS * 4) {
+        int r = i >> (6 - pair), from = i & (width - 1);
+        int column = at->tile * width + from;
+        int64_t place = (int64_t)(at->row + r) * n + column;
+        if (column >= n) continue;
         if (pair) from = (from >> 3) * 16 + (from & 7);
-        float value = result[sala_gemm_place(r, from)];
-        int64_t place = (int64_t)(at->row + r) * n + c;
-        if (c >= n) continue;
-        if (pair) {
-            value = sala_round(value);
-            value = sala_round(value * sala_sigmoid(value)) *
-                    sala_round(result[sala_gemm_place(r, from + 8)]);
+        float4 v = *(const float4 *)(result + sala_gemm_place(r, from));
+        if (a->kind == SALA_PRODUCT_NORM) {
+            *(float4 *)(a->partial + (int64_t)at->split * a->gemm.rows * n + place) = v;
+            continue;
         }
-        if (a->kind == SALA_PRODUCT_NORM)
-            a->partial[(int64_t)at->split * a->gemm.rows * n + place] = value;
-        else if (a->gemm.y_f32)
-            a->gemm.y_f32[place] = value;
-        else
-            a->gemm.y[at->weight][place] = sala_f32_bf16(value);
+        if (pair) {
+            float4 up = *(const float4 *)(result + sala_gemm_place(r, from + 8));
+            v.x = sala_swiglu(v.x, up.x), v.y = sala_swiglu(v.y, up.y);
+            v.z = sala_swiglu(v.z, up.z), v.w = sala_swiglu(v.w, up.w);
+        }
+        *(uint2 *)(a->gemm.y[at->weight] + place) = make_uint2(sala_pair(v.x, v.y), sala_pair(v.z, v.w));
     }
 }
 
@@ -695,8 +717,7 @@ extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
 
 // A block owns 16 columns of one head's state S[128 keys][128 values] of one sequence, in
 // registers: 8 KiB. Thread = four keys x four columns; a warp has 32 keys, its lanes are eight
-// groups of keys x four of columns, so that a load or store of the state is segments of 64 bytes.
-#define SALA_GLA_COLUMNS 16
+// groups of keys x four of columns, and the 8 KiB lie together in memory (sala_state_place).
 #define SALA_GLA_SLICES (128 / SALA_GLA_COLUMNS)
 #define SALA_GLA_BATCH (SALA_MAX_PATH / 2) // tokens whose q, k, v are in shared memory at a time
 #define SALA_GLA_HERE -2
@@ -753,7 +774,7 @@ SALA_DEVICE int sala_gla_column(void) {
 
 SALA_DEVICE void sala_gla_store(const sala_gla_place *at, const float4 s[4]) {
 #pragma unroll
-    for (int j = 0; j < 4; j++) *(float4 *)(at->state + j * 128) = s[j];
+    for (int j = 0; j < 4; j++) *(float4 *)(at->state + j * SALA_GLA_COLUMNS) = s[j];
 }
 
 // One token: S = fma(k, v, decay * S). The only place where a state changes.
@@ -943,7 +964,7 @@ SALA_DEVICE void sala_gla_return(const sala_gla_place *at, int from, float4 s[4]
 #pragma unroll
     for (int j = 0; j < 4; j++)
         s[j] =
-            from < 0 ? *(const float4 *)(at->state + j * 128) : sala_gla_saved(at, from)[j * 128];
+            from < 0 ? *(const float4 *)(at->state + j * SALA_GLA_COLUMNS) : sala_gla_saved(at, from)[j * 128];
 }
 
 // Advance the state by the items, or by the pending path.
@@ -990,7 +1011,7 @@ SALA_DEVICE sala_gla_place sala_gla_here(const sala_gla_args *a, const sala_seq 
     at.branched = false;
     at.decay = a->decay[at.head];
     at.state = a->state + ((int64_t)seq->slot * MODEL.lin_heads + at.head) * 128 * 128 +
-               sala_gla_key() * 128 + at.column + sala_gla_column();
+               sala_state_place(sala_gla_key(), at.column + sala_gla_column());
     at.shared = (sala_gla_shared *)sala_shared();
     return at;
 }

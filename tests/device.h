@@ -33,7 +33,7 @@ static void device_close(void) {
 }
 
 // Kernels for a model of this shape; what was open is closed.
-static void device_open(const sala_dims *dims) {
+static inline void device_open(const sala_dims *dims) {
     sala_error err;
     sala__env env;
     const char *ordinal = getenv("SALA_TEST_GPU");

@@ -191,6 +191,18 @@ static const sala_rows *gla_device_rows(int rows, int seqs, const sala_seq *seq,
     return (const sala_rows *)gla_put(&on, sizeof on);
 }
 
+// The states as a GPU has them, or back.
+static float *gla_states(const sala_dims *m, const float *from, int back) {
+    size_t count = GLA_SLOTS * gla_state_width(m);
+    float *to = (float *)gla_memory(count * 4);
+    for (size_t i = 0; i < count; i++) {
+        int key = (int)(i % 16384) / 128, column = (int)(i % 128);
+        size_t there = i / 16384 * 16384 + (size_t)sala_state_place(key, column);
+        to[back ? i : there] = from[back ? there : i];
+    }
+    return to;
+}
+
 // Run the pass on the device: state, k and o change as they do there.
 static void gla_device(gla_pass *p) {
     const sala_dims *m = &p->dims;
@@ -207,7 +219,8 @@ static void gla_device(gla_pass *p) {
     a.raw_k = (const sala_act *)gla_put(p->raw_k, GLA_ROWS * kw);
     a.k = (sala_act *)gla_put(p->k, GLA_ROWS * kw);
     a.v = (const sala_act *)gla_put(p->v, GLA_ROWS * kw);
-    a.state = (float *)gla_put(p->state, GLA_SLOTS * gla_state_width(m) * 4);
+    float *states = gla_states(m, p->state, 0), *ordered;
+    a.state = (float *)gla_put(states, GLA_SLOTS * gla_state_width(m) * 4);
     a.pending_k = (const sala_act *)gla_put(p->pending_k, pool);
     a.pending_v = (const sala_act *)gla_put(p->pending_v, pool);
     a.o = p->no_output ? NULL : (sala_act *)gla_put(p->o, GLA_ROWS * qw);
@@ -216,7 +229,11 @@ static void gla_device(gla_pass *p) {
     gpu->tree_slots = p->tree_slots;
     sala__launch_gla_verify(gpu, &a);
     device_sync();
-    from_device(p->state, a.state, GLA_SLOTS * gla_state_width(m) * 4);
+    from_device(states, a.state, GLA_SLOTS * gla_state_width(m) * 4);
+    ordered = gla_states(m, states, 1);
+    memcpy(p->state, ordered, GLA_SLOTS * gla_state_width(m) * 4);
+    free(states);
+    free(ordered);
     from_device(p->k, a.k, GLA_ROWS * kw);
     if (a.o) from_device(p->o, a.o, GLA_ROWS * qw);
 }
