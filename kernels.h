@@ -556,9 +556,10 @@ SALA_FN int32_t sala_state_place(int32_t key, int32_t column) {
 }
 
 #define SALA_GEMM_THREADS 128
-#define SALA_GEMM_ROWS 64   // rows of w a block takes at a time
-#define SALA_GEMM_TOKENS 64 // and rows of x
-#define SALA_GEMM_STAGES 6  // of 64 k each, in shared memory
+#define SALA_GEMM_ROWS 64       // rows of w a block takes at a time
+#define SALA_GEMM_TOKENS 64     // and rows of x
+#define SALA_GEMM_STAGES 6      // of 64 k each, in shared memory
+#define SALA_GEMM_STAGES_FEW 10 // with at most 8 rows of x
 #define SALA_GEMM_SHARED (SALA_GEMM_STAGES * (SALA_GEMM_ROWS + SALA_GEMM_TOKENS) * 128)
 
 // Into how many sums of consecutive k a block-spanning product is split, by the matrix's shape alone,
@@ -576,6 +577,7 @@ enum { SALA_PRODUCT_PLAIN, SALA_PRODUCT_SWIGLU, SALA_PRODUCT_NORM };
 typedef struct sala_product_args {
     int32_t kind;
     int32_t splits, row_tiles, items; // items: tiles * splits * row_tiles
+    int32_t stage, stages;            // bytes of a stage in shared memory, and how many
     int32_t tiles[SALA_GEMM_MAX];     // of SALA_GEMM_ROWS rows, of each weight
     sala_gemm_args gemm;
     sala_norm_args norm; // this and what follows as in sala_gemm_norm_args

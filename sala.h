@@ -6698,6 +6698,8 @@ static void sala__launch_commit(sala__gpu *g, const sala_commit_args *a) {
 // What all products have in common. Two blocks a multiprocessor take the items in turn.
 static void sala__launch_product(sala__gpu *g, sala_product_args *a) {
     int pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1, tiles = 0;
+    a->stages = a->gemm.rows > 8 ? SALA_GEMM_STAGES : SALA_GEMM_STAGES_FEW;
+    a->stage = (SALA_GEMM_ROWS + (a->gemm.rows > 8 ? SALA_GEMM_TOKENS : 8)) * 128;
     a->splits = 1;
     if (a->kind == SALA_PRODUCT_NORM) a->splits = sala_gemm_splits(a->gemm.w[0].n, a->gemm.w[0].k);
     for (int i = 0; i < a->gemm.count; i++) {
