@@ -556,10 +556,9 @@ SALA_FN int32_t sala_state_place(int32_t key, int32_t column) {
 }
 
 #define SALA_GEMM_THREADS 128
-#define SALA_GEMM_ROWS 64       // rows of w a block takes at a time
-#define SALA_GEMM_TOKENS 64     // and rows of x
-#define SALA_GEMM_STAGES 6      // of 64 k each, in shared memory
-#define SALA_GEMM_STAGES_FEW 10 // with at most 8 rows of x
+#define SALA_GEMM_ROWS 64   // rows of w a block takes at a time
+#define SALA_GEMM_TOKENS 64 // and rows of x
+#define SALA_GEMM_STAGES 6  // of 64 k each, in shared memory
 #define SALA_GEMM_SHARED (SALA_GEMM_STAGES * (SALA_GEMM_ROWS + SALA_GEMM_TOKENS) * 128)
 
 // Into how many sums of consecutive k a block-spanning product is split, by the matrix's shape alone,
@@ -577,7 +576,6 @@ enum { SALA_PRODUCT_PLAIN, SALA_PRODUCT_SWIGLU, SALA_PRODUCT_NORM };
 typedef struct sala_product_args {
     int32_t kind;
     int32_t splits, row_tiles, items; // items: tiles * splits * row_tiles
-    int32_t stage, stages;            // bytes of a stage in shared memory, and how many
     int32_t tiles[SALA_GEMM_MAX];     // of SALA_GEMM_ROWS rows, of each weight
     sala_gemm_args gemm;
     sala_norm_args norm; // this and what follows as in sala_gemm_norm_args
@@ -613,8 +611,8 @@ typedef struct sala_read_args { // a benchmark's yardstick: read it all
     uint32_t *out; // [1] written when the data is very odd
 } sala_read_args;
 
-// Choosing tokens. One block a row; the steps of sala.h section [6], the same token for the same
-// logits, bit for bit.
+// Choosing tokens: the steps of sala.h section [6], the same token for the same logits, bit for bit.
+// Logits and sampling of padding rows are read, but not used.
 typedef struct sala_sampling { // of one row
     float temperature;         // 0: greedy
     float top_p, min_p_log, repetition, presence, frequency;
@@ -623,11 +621,16 @@ typedef struct sala_sampling { // of one row
     int32_t penalties; // counts are in use
     int32_t biased;    // biases are in use
     int32_t ahead;     // nodes at the end of the row's path, itself included, not yet in counts
-    uint64_t seed, position;
+    uint64_t random;   // sala_random of the request's seed and the token's position
 } sala_sampling;
 
 #define SALA_SAMPLE_BINS 1024 // of a histogram: as many as the block has threads
-#define SALA_SAMPLE_SHARED (26 * 1024)
+#define SALA_SAMPLE_TILE 4096 // tokens that a block looks at together for the largest
+#define SALA_SAMPLE_SHARED (13 * 1024)
+
+SALA_FN int32_t sala_sample_stride(int32_t vocab) { // of rows that are read 16 bytes at a time
+    return (vocab + 3) & ~3;
+}
 
 typedef struct sala_sample_args {
     const sala_rows *rows;
@@ -636,7 +639,8 @@ typedef struct sala_sample_args {
     const sala_sampling *sampling; // [rows]
     const int32_t *counts;         // [slots, vocab] see sala__sampler
     const float *biases;           // [slots, vocab]
-    int32_t *weight;               // [rows, vocab] scratch
+    float *weight;                 // [rows, sala_sample_stride(vocab)] scratch
+    int32_t *arrivals;             // [rows] zero before and after
     int32_t *token;                // [rows] out, -1: unusable logits
 } sala_sample_args;
 

@@ -357,10 +357,11 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 // 128 bytes of each row of x. All products are this one kernel: its code stays in the instruction
 // cache while weights stream by, and a step comes back to it four times a layer.
 
-// With up to eight rows of x there is room for more stages: what lies ready when the kernel before
-// this one ends bridges the time until loads flow again.
-
-enum { SALA_GEMM_X = SALA_GEMM_ROWS * 128 }; // where x begins in a stage
+enum {
+    SALA_GEMM_STAGE = SALA_GEMM_SHARED / SALA_GEMM_STAGES,
+    SALA_GEMM_X = SALA_GEMM_ROWS * 128,    // where x begins in a stage
+    SALA_GEMM_AHEAD = SALA_GEMM_STAGES - 1 // stages in flight
+};
 
 // One item: which weight, its tile, the split of k and the first row of x.
 typedef struct sala_gemm_item {
@@ -391,8 +392,8 @@ SALA_DEVICE sala_gemm_item sala_gemm_find(const sala_product_args *a, int item) 
 
 // Turn to the next stage; the first call turns to the first one of the block.
 SALA_DEVICE void sala_gemm_next(const sala_product_args *a, sala_gemm_feed *feed) {
-    feed->slot += a->stage;
-    if (feed->slot == a->stage * a->stages) feed->slot = 0;
+    feed->slot += SALA_GEMM_STAGE;
+    if (feed->slot == SALA_GEMM_SHARED) feed->slot = 0;
     feed->w += feed->stride;
     feed->x += 128;
     if (--feed->left > 0) return;
@@ -531,10 +532,7 @@ SALA_DEVICE void sala_gemm_chunk(const sala_product_args *a, sala_gemm_feed *fee
     float sum[4][2][4] = {};
 #pragma unroll 1
     for (int stage = 0; stage < stages; stage++) {
-        if (a->stages == SALA_GEMM_STAGES)
-            SALA_COPY_WAIT(SALA_GEMM_STAGES - 2);
-        else
-            SALA_COPY_WAIT(SALA_GEMM_STAGES_FEW - 2);
+        SALA_COPY_WAIT(SALA_GEMM_AHEAD - 1);
         __syncthreads(); // this stage is there for all, and all are done with the one before
         sala_gemm_next(a, feed);
         sala_gemm_copy_weights(a, feed);
@@ -546,8 +544,8 @@ SALA_DEVICE void sala_gemm_chunk(const sala_product_args *a, sala_gemm_feed *fee
             sala_gemm_multiply(w + *slot, x + *slot, 2, sum);
         else if (groups == 1)
             sala_gemm_multiply(w + *slot, x + *slot, 1, sum);
-        *slot += a->stage;
-        if (*slot == a->stage * a->stages) *slot = 0;
+        *slot += SALA_GEMM_STAGE;
+        if (*slot == SALA_GEMM_SHARED) *slot = 0;
     }
 #pragma unroll
     for (int i = 0; i < 32; i++) total[i >> 3][i >> 2 & 1][i & 3] += sum[i >> 3][i >> 2 & 1][i & 3];
@@ -558,18 +556,18 @@ SALA_DEVICE void sala_gemm_chunk(const sala_product_args *a, sala_gemm_feed *fee
 // with 64 rows of x they cost 384 clocks of shared memory and 105 of the tensor cores, with 16 rows
 // 152 and 26; x adds rows / SALA_GEMM_ROWS times the weights' bytes in reads of L2.
 SALA_DEVICE void sala_gemm_run(const sala_product_args *a) {
-    sala_gemm_feed first = {(int)blockIdx.x - (int)gridDim.x, 1, -a->stage, 0, 0, nullptr,
+    sala_gemm_feed first = {(int)blockIdx.x - (int)gridDim.x, 1, -SALA_GEMM_STAGE, 0, 0, nullptr,
                             nullptr};
     sala_gemm_feed feed = first;
-    int half = (int)threadIdx.x >> 5 & 1, slot = 0, ahead = a->stages - 1;
+    int half = (int)threadIdx.x >> 5 & 1, slot = 0;
 #pragma unroll 1
-    for (int i = 0; i < 2 * ahead; i++) { // weights first, without waiting; then x
-        if (i == ahead) {
+    for (int i = 0; i < 2 * SALA_GEMM_AHEAD; i++) { // weights first, without waiting; then x
+        if (i == SALA_GEMM_AHEAD) {
             sala_wait_grid();
             feed = first;
         }
         sala_gemm_next(a, &feed);
-        if (i < ahead) {
+        if (i < SALA_GEMM_AHEAD) {
             sala_gemm_copy_weights(a, &feed);
         } else { // the first group also holds all those weights
             sala_gemm_copy_x(a, &feed);
@@ -586,7 +584,7 @@ SALA_DEVICE void sala_gemm_run(const sala_product_args *a) {
         for (; left > 0; left -= SALA_GEMM_K / 64)
             sala_gemm_chunk(a, &feed, left < SALA_GEMM_K / 64 ? left : SALA_GEMM_K / 64, groups,
                             &slot, total);
-        int read = (slot ? slot : a->stage * a->stages) - a->stage;
+        int read = (slot ? slot : SALA_GEMM_SHARED) - SALA_GEMM_STAGE;
         sala_gemm_store(a, &at, groups, total, (float *)(sala_shared() + read));
     }
 }
@@ -1960,357 +1958,360 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 // Rank of +infinity: NaN ranks above it, whatever its sign.
 #define SALA_RANK_INFINITE 0xFF000001u
 
-// How many tokens lie in each part of the ranking, the best first, and their weight in two words.
-typedef struct sala_histogram {
-    uint32_t number[SALA_SAMPLE_BINS], low[SALA_SAMPLE_BINS], high[SALA_SAMPLE_BINS];
-} sala_histogram;
+// The largest weight, 2^30, as bits of a float. Weights have 24 significant bits at most, so that
+// a float holds them, and its bits rank them.
+#define SALA_WEIGHT_MOST 0x4E800000u
 
-typedef struct sala_sample_memory { // of the block, in shared memory
-    sala_histogram coarse, fine;
-    uint64_t partial[32];          // of block-wide reductions
-    uint64_t sum[32];              // by warp: weight of its tokens, those at the cut included
-    uint32_t number[32], ties[32]; // by warp: tokens with weight; those at the cut
-    uint64_t found_before,
-        found_weight; // what sala_histogram_find found: weight before the bin and
-    uint32_t found_bin, found_skipped, found_number; // in it; number of tokens before and in it
-    int32_t listed;
-    int32_t path[SALA_MAX_PATH]; // tokens at the end of the row's path that counts do not hold
+#define SALA_ROW_WORDS ((int)sizeof(sala_sampling) / 4)
+
+// What a selection orders the tokens by.
+enum { SALA_BY_WEIGHT, SALA_BY_LOGIT, SALA_BY_ID };
+
+typedef struct sala_sample_memory {    // of the block, in shared memory
+    uint32_t number[SALA_SAMPLE_BINS]; // of tokens in each bin, the best bin first, and their
+    uint32_t low[SALA_SAMPLE_BINS], high[SALA_SAMPLE_BINS]; // weight in two words
+    uint64_t partial[32];                                   // of block-wide sums
+    uint64_t need, found_weight;                            // see sala_histogram_find
+    uint32_t count, found, found_number;
+    int32_t before; // blocks that arrived before this one
+    union {
+        sala_sampling row;
+        uint32_t row_words[SALA_ROW_WORDS];
+    };
+    const float *biases;         // 0: no token has one
+    const int32_t *counts;       // 0: no penalties
+    int32_t path[SALA_MAX_PATH]; // the tokens that row.ahead counts
 } sala_sample_memory;
 static_assert(sizeof(sala_sample_memory) <= SALA_SAMPLE_SHARED, "SALA_SAMPLE_SHARED is too small");
 
-// One row and how to choose from it. `first` to `last` - 1 are the tokens of this thread's warp.
-typedef struct sala_choice {
-    sala_sampling s;
-    const float *logits, *biases; // biases 0: no token has one
-    const int32_t *counts;        // 0: no penalties
-    const int32_t *path;
-    int32_t path_count, vocab, span, first, last;
-    int32_t *list; // [vocab] scratch
-    float largest;
-} sala_choice;
-
-// A head of the ranking: all tokens above `rank` and, of those at it, the `ties` lowest ids.
+// A head of the ranking: the tokens whose weight, as bits of a float, is at least `least`, but of
+// those of that very weight only the ones with a sala_sample_key of at most `last`.
 typedef struct sala_head {
-    uint32_t rank, ties;
-    uint64_t tie_weight, sum; // weight of one token at the cut, and of the whole head
+    const float *logits, *weights; // of the row
+    int32_t vocab;
+    uint32_t least;
+    uint64_t last;
 } sala_head;
+
+SALA_DEVICE sala_sample_memory *sala_sample_shared(void) {
+    return (sala_sample_memory *)sala_shared();
+}
 
 // Order of logits as order of integers: 0 for -infinity.
 SALA_DEVICE uint32_t sala_rank(float x) {
     return (uint32_t)sala_float_order(x) - 0x807FFFFFu;
 }
 
-// The largest of the block. All threads call it.
-SALA_DEVICE uint64_t sala_block_most(uint64_t x, uint64_t *partial) {
-    for (int round = 0; round < 2; round++) {
+SALA_DEVICE float sala_unrank(uint32_t rank) {
+    uint32_t order = rank + 0x807FFFFFu;
+    return sala_bits_f32(order ^ (order >> 31 ? 0x7FFFFFFFu : 0));
+}
+
+// A logit after bias and penalties.
+static __device__ __noinline__ float sala_logit(float x, int32_t token) {
+    const sala_sample_memory *m = sala_sample_shared();
+    float bias = m->biases ? m->biases[token] : sala_bits_f32(0x7F800000u);
+    int32_t count = 0;
+    if (m->counts) {
+        count = m->counts[token];
+#pragma unroll 1
+        for (int i = 0; i < m->row.ahead; i++) count += m->path[i] == token ? 2 : 0;
+    }
+    return sala_adjust(x, bias, count, m->row.repetition, m->row.presence, m->row.frequency);
+}
+
+// A key of its own for each token: of two, the one with the larger logit has the smaller key, of
+// equal ones the one with the lower id.
+SALA_DEVICE uint64_t sala_sample_key(float x, int32_t token) {
+    return (uint64_t)~sala_rank(x) << 32 | (uint32_t)token;
+}
+
+// The smallest of the block. All threads call it.
+static __device__ __noinline__ uint64_t sala_block_least(uint64_t x) {
+    uint64_t *partial = sala_sample_shared()->partial;
+#pragma unroll 1
+    for (int round = 0;; round++) {
+#pragma unroll 1
         for (int step = 16; step > 0; step >>= 1) {
             uint64_t other = __shfl_xor_sync(0xFFFFFFFFu, x, step);
-            x = other > x ? other : x;
+            x = other < x ? other : x;
         }
         if (round == 1) return x;
-        __syncthreads();
+        __syncthreads(); // `partial` may still be read from the call before
         if ((threadIdx.x & 31) == 0) partial[threadIdx.x >> 5] = x;
         __syncthreads();
         x = partial[threadIdx.x & 31];
     }
-    return x;
 }
 
 SALA_DEVICE uint64_t sala_warp_total(uint64_t x) {
+#pragma unroll 1
     for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
     return x;
 }
 
-// Sum of x over the threads before this one. All threads call it.
-SALA_DEVICE uint64_t sala_block_before(uint64_t x, uint64_t *partial) {
+typedef struct sala_sums {
+    uint64_t before, total; // over the threads before this one, over all
+} sala_sums;
+
+// Sums of x over the block. All threads call it.
+static __device__ __noinline__ sala_sums sala_block_sums(uint64_t x) {
+    uint64_t *partial = sala_sample_shared()->partial, within = 0;
     int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
-    uint64_t sum = x;
-    for (int step = 1; step < 32; step <<= 1) {
-        uint64_t lower = __shfl_up_sync(0xFFFFFFFFu, sum, step);
-        if (lane >= step) sum += lower;
+#pragma unroll 1
+    for (int round = 0;; round++) {
+        uint64_t before = 0;
+#pragma unroll 1
+        for (int step = 1; step < 32; step <<= 1) { // sums of twice as many lanes each time
+            uint64_t other = __shfl_xor_sync(0xFFFFFFFFu, x, step);
+            if (lane & step) before += other;
+            x += other;
+        }
+        if (round == 1) return {within + __shfl_sync(0xFFFFFFFFu, before, warp), x};
+        within = before;
+        __syncthreads(); // `partial` may still be read from the call before
+        if (lane == 0) partial[warp] = x;
+        __syncthreads();
+        x = partial[lane];
     }
-    __syncthreads(); // `partial` may still be read from the call before
-    if (lane == 31) partial[warp] = sum;
-    __syncthreads();
-    return sum - x + sala_warp_total(lane < warp ? partial[lane] : 0);
 }
 
-// The logit of a token after bias and penalties.
-SALA_DEVICE float sala_logit(const sala_choice *c, int32_t token) {
-    float x = c->logits[token];
-    if (!c->counts && !c->biases) return x;
-    float bias = c->biases ? c->biases[token] : sala_bits_f32(0x7F800000u);
-    int32_t count = c->counts ? c->counts[token] : 0;
-    for (int i = 0; i < c->path_count; i++) count += c->path[i] == token ? 2 : 0;
-    return sala_adjust(x, bias, count, c->s.repetition, c->s.presence, c->s.frequency);
+// Four of a row's logits, of tokens first, first + 1024 ...
+SALA_DEVICE float4 sala_sample_load(const float *logits, int32_t first, int32_t vocab) {
+    const float none = -sala_bits_f32(0x7F800000u);
+    const int32_t end = vocab - first;
+    const float *x = logits + first;
+    return {end > 0 ? x[0] : none, end > 1024 ? x[1024] : none, end > 2048 ? x[2048] : none,
+            end > 3072 ? x[3072] : none};
 }
 
-// The token of the largest logit, of equal ones the lowest id; -1 when a raw logit is NaN or
-// +infinity, or all are -infinity. One pass over the row. All threads call it.
-SALA_DEVICE int32_t sala_sample_largest(const sala_choice *c, sala_sample_memory *m) {
-    uint32_t most = 0;
-    int32_t token = 0;
-    for (int32_t t = c->first + ((int)threadIdx.x & 31); t < c->last; t += 32) {
-        uint32_t rank = sala_rank(sala_logit(c, t));
-        if (sala_rank(c->logits[t]) >= SALA_RANK_INFINITE) rank = 0xFFFFFFFFu;
-        if (rank > most) most = rank, token = t;
+// The smallest of their keys after bias and penalties; but a logit that is NaN or +infinity before
+// them is the largest.
+SALA_DEVICE uint64_t sala_sample_best(float4 x, float limit, int32_t first, int32_t vocab) {
+    uint64_t best = ~(uint64_t)0;
+#pragma unroll 1
+    for (int i = 0; i < 4 && first < vocab; i++, first += 1024) {
+        if (x.x < limit) x.x = sala_logit(x.x, first);
+        uint64_t key = sala_sample_key(x.x, first);
+        best = key < best ? key : best;
+        x.x = x.y, x.y = x.z, x.z = x.w;
     }
-    uint64_t best = sala_block_most((uint64_t)most << 32 | (uint32_t)~token, m->partial);
-    uint32_t rank = (uint32_t)(best >> 32);
-    return rank == 0 || rank >= SALA_RANK_INFINITE ? -1 : (int32_t) ~(uint32_t)best;
+    return best;
 }
 
-SALA_DEVICE float sala_scaled(const sala_choice *c, float x) {
-    return (x - c->largest) / c->s.temperature;
+// Write the weights of all tokens, as floats: 0 if min-p drops the token. Below -22 exp is less
+// than half a unit of weight. Returns this thread's sum. Two loads are in flight.
+SALA_DEVICE uint64_t sala_sample_weigh(const float *logits, float limit, float largest,
+                                       int32_t vocab, float *weights) {
+    const sala_sampling *s = &sala_sample_shared()->row;
+    const float temperature = s->temperature, floor = fmaxf(s->min_p_log, -22.0f);
+    float x = 0, next = 0, after = 0;
+    uint64_t sum = 0;
+#pragma unroll 1
+    for (int32_t t = (int32_t)threadIdx.x - 2 * 1024; t < vocab; t += 1024) {
+        x = next;
+        next = after;
+        if (t + 2 * 1024 < vocab) after = logits[t + 2 * 1024];
+        if (t < 0) continue;
+        if (x < limit) x = sala_logit(x, t);
+        float y = (x - largest) / temperature;
+        int32_t weight = y >= floor ? sala_draw_weight(y) : 0;
+        weights[t] = (float)weight;
+        sum += (uint32_t)weight;
+    }
+    return sum;
 }
 
-// The weight of a token, 0 if min-p drops it. Below -22 exp is less than half a unit of weight.
-SALA_DEVICE uint32_t sala_sample_weight(const sala_choice *c, float scaled) {
-    if (scaled < -22.0f || scaled < c->s.min_p_log) return 0;
-    return (uint32_t)sala_draw_weight(scaled);
-}
-
-// The bin of the coarse histogram. Weight ends at -21.49, so that 1,010 bins of equal width hold
-// all that have any; every rounding here keeps the order.
-SALA_DEVICE uint32_t sala_sample_bin(float scaled) {
-    return (uint32_t)fminf(scaled * -47.0f, (float)(SALA_SAMPLE_BINS - 1));
-}
-
-// Enter each lane's token if it has weight; whole warps call it. Equal logits would queue up at one
-// bin: a warp that agrees on the bin sends one lane.
-SALA_DEVICE void sala_histogram_add(sala_histogram *h, uint32_t bin, uint32_t weight) {
-    uint32_t entering = __ballot_sync(0xFFFFFFFFu, weight != 0);
+// Enter each lane's token if it is a member; whole warps call it. Equal logits would queue up at
+// one bin: a warp that agrees on the bin sends one lane.
+SALA_DEVICE void sala_histogram_add(sala_sample_memory *m, bool member, uint32_t bin,
+                                    uint32_t weight) {
+    uint32_t entering = __ballot_sync(0xFFFFFFFFu, member);
     if (entering == 0) return;
     int leader = __ffs((int)entering) - 1;
     uint32_t first = __shfl_sync(0xFFFFFFFFu, bin, leader), number = 1;
-    uint64_t sum = weight;
-    if (__ballot_sync(0xFFFFFFFFu, weight != 0 && bin == first) == entering) {
+    uint64_t sum = member ? weight : 0;
+    if (__ballot_sync(0xFFFFFFFFu, member && bin == first) == entering) {
         sum = sala_warp_total(sum);
         number = (uint32_t)__popc(entering);
         entering = 1u << leader;
     }
     if (!(entering >> (threadIdx.x & 31) & 1)) return;
-    uint32_t low = (uint32_t)sum, before = atomicAdd(&h->low[bin], low);
+    uint32_t low = (uint32_t)sum, before = atomicAdd(&m->low[bin], low);
     uint32_t high = (uint32_t)(sum >> 32) + (before + low < low);
-    if (high) atomicAdd(&h->high[bin], high);
-    atomicAdd(&h->number[bin], number);
+    if (high) atomicAdd(&m->high[bin], high);
+    atomicAdd(&m->number[bin], number);
 }
 
-SALA_DEVICE void sala_histogram_clear(sala_histogram *h) {
-    h->number[threadIdx.x] = h->low[threadIdx.x] = h->high[threadIdx.x] = 0;
-    __syncthreads();
-}
-
-// The bin in which the ranking reaches `count` tokens or the weight `need`, whichever comes first.
-// What lies before it is subtracted from both. All threads call it.
-SALA_DEVICE uint32_t sala_histogram_find(const sala_histogram *h, uint64_t *count, uint64_t *need,
-                                         sala_sample_memory *m) {
-    uint32_t bin = threadIdx.x, number = h->number[bin];
-    uint64_t weight = (uint64_t)h->high[bin] << 32 | h->low[bin];
-    uint64_t numbers = sala_block_before(number, m->partial);
-    uint64_t weights = sala_block_before(weight, m->partial);
-    if (numbers < *count && weights < *need &&
-        (numbers + number >= *count || weights + weight >= *need)) { // true for one thread
-        m->found_bin = bin;
-        m->found_skipped = (uint32_t)numbers;
+// The bin in which the ranking reaches `count` tokens or the weight `need`, whichever comes first,
+// or the last. What lies before it is subtracted from both, in m. All threads call it.
+SALA_DEVICE void sala_histogram_find(sala_sample_memory *m, uint32_t count, uint64_t need) {
+    uint32_t number = m->number[threadIdx.x];
+    uint64_t weight = (uint64_t)m->high[threadIdx.x] << 32 | m->low[threadIdx.x];
+    uint64_t numbers = sala_block_sums(number).before, weights = sala_block_sums(weight).before;
+    bool reached = numbers + number >= count || weights + weight >= need;
+    if (numbers < count && weights < need && (reached || threadIdx.x == SALA_SAMPLE_BINS - 1)) {
+        m->found = threadIdx.x; // true for one thread
         m->found_number = number;
-        m->found_before = weights;
         m->found_weight = weight;
+        m->count = count - (uint32_t)numbers;
+        m->need = need - weights;
     }
     __syncthreads();
-    *count -= m->found_skipped;
-    *need -= m->found_before;
-    return m->found_bin;
 }
 
-// Weigh the tokens at or above rank `cut` into m->sum, m->number and m->ties, and enter them into
-// the histogram if there is one. One pass over the row. All threads call it.
-SALA_DEVICE void sala_sample_weigh(const sala_choice *c, uint32_t cut, sala_histogram *h,
-                                   sala_sample_memory *m) {
-    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
-    uint64_t sum = 0, numbers = 0; // ties in the upper half
-    for (int32_t base = c->first; base < c->last; base += 32) {
-        uint32_t weight = 0, rank = 0, bin = 0;
-        if (base + lane < c->last) {
-            float x = sala_logit(c, base + lane), scaled = sala_scaled(c, x);
-            rank = sala_rank(x);
-            bin = sala_sample_bin(scaled);
-            if (rank >= cut) weight = sala_sample_weight(c, scaled);
+// One round of a selection: the histogram of a head's tokens whose key begins as `prefix`, over the
+// ten bits of the key from `shift` on.
+SALA_DEVICE void sala_sample_round(sala_sample_memory *m, const sala_head *head, int by,
+                                   uint64_t prefix, int shift) {
+    const uint4 *from = (const uint4 *)head->weights;
+    const int32_t end = sala_sample_stride(head->vocab) / 4, step = SALA_SAMPLE_BINS;
+    int32_t at = (int32_t)threadIdx.x;
+    m->number[at] = m->low[at] = m->high[at] = 0;
+    __syncthreads();
+    uint4 next = from[at < end ? at : 0];
+#pragma unroll 1
+    for (; (at & ~31) < end; at += step) { // whole warps
+        uint4 v = next;
+        next = from[at + step < end ? at + step : 0];
+#pragma unroll 1
+        for (int32_t token = at * 4; token < at * 4 + 4; token++) {
+            bool member = token < head->vocab && v.x >= head->least;
+            uint64_t key = (uint32_t)token;
+            if (by == SALA_BY_WEIGHT) key = (uint64_t)(SALA_WEIGHT_MOST - v.x) << 2;
+            if (member && v.x == head->least) {
+                uint64_t own = sala_sample_key(sala_logit(head->logits[token], token), token);
+                member = own <= head->last;
+                if (by == SALA_BY_LOGIT) key = own;
+            } else if (by == SALA_BY_LOGIT)
+                member = false;
+            __syncwarp();
+            key = (key ^ prefix) >> shift;
+            sala_histogram_add(m, member && key < SALA_SAMPLE_BINS, (uint32_t)key,
+                               (uint32_t)__uint_as_float(v.x));
+            v.x = v.y, v.y = v.z, v.z = v.w;
         }
-        sum += weight;
-        if (weight) numbers += 1 + ((uint64_t)(rank == cut) << 32);
-        if (h) sala_histogram_add(h, bin, weight);
-    }
-    sum = sala_warp_total(sum);
-    numbers = sala_warp_total(numbers);
-    __syncthreads();
-    if (lane == 0) {
-        m->sum[warp] = sum;
-        m->number[warp] = (uint32_t)numbers;
-        m->ties[warp] = (uint32_t)(numbers >> 32);
     }
     __syncthreads();
 }
 
-// Write the tokens of one bin of the coarse histogram to c->list, in no particular order. One pass
-// over the row. Returns how many. All threads call it.
-SALA_DEVICE int32_t sala_sample_list(const sala_choice *c, uint32_t bin, sala_sample_memory *m) {
-    int lane = (int)threadIdx.x & 31;
-    if (threadIdx.x == 0) m->listed = 0;
-    __syncthreads();
-    for (int32_t base = c->first; base < c->last; base += 32) {
-        bool member = false;
-        if (base + lane < c->last) {
-            float scaled = sala_scaled(c, sala_logit(c, base + lane));
-            member = sala_sample_bin(scaled) == bin && sala_sample_weight(c, scaled) != 0;
-        }
-        uint32_t members = __ballot_sync(0xFFFFFFFFu, member);
-        if (members == 0) continue;
-        int32_t at = lane == 0 ? atomicAdd(&m->listed, __popc(members)) : 0;
-        at = __shfl_sync(0xFFFFFFFFu, at, 0) + __popc(members & ((1u << lane) - 1));
-        if (member) c->list[at] = base + lane;
-    }
-    __syncthreads();
-    return m->listed;
-}
-
-// The shortest head of the ranking that has `count` tokens or the weight `need`, whichever comes
-// first (sala__sampler_cut). The bin from m->coarse, then inside it a radix selection, eight bits
-// of the rank at a time. All threads call it.
-SALA_DEVICE sala_head sala_sample_cut(const sala_choice *c, uint64_t count, uint64_t need,
-                                      sala_sample_memory *m) {
-    sala_head head = {0, 0, 0, need};
-    uint32_t bin = sala_histogram_find(&m->coarse, &count, &need, m), mask = 0;
-    int32_t n = sala_sample_list(c, bin, m), lane = (int)threadIdx.x & 31;
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        sala_histogram_clear(&m->fine);
-        for (int32_t i = (int)threadIdx.x - lane; i < n; i += (int)blockDim.x) {
-            uint32_t weight = 0, rank = 0;
-            if (i + lane < n) {
-                float x = sala_logit(c, c->list[i + lane]);
-                rank = sala_rank(x);
-                if ((rank & mask) == head.rank) weight = sala_sample_weight(c, sala_scaled(c, x));
-            }
-            sala_histogram_add(&m->fine, 255 - (rank >> shift & 255), weight);
-        }
-        __syncthreads();
-        head.rank |= (255 - sala_histogram_find(&m->fine, &count, &need, m)) << shift;
-        mask |= 255u << shift;
-    }
-    // Tokens of one rank have one weight; what is still asked for comes from the lowest ids.
-    uint64_t ties = count < m->found_number ? count : m->found_number;
-    head.tie_weight = m->found_weight / m->found_number;
-    if (need < ties * head.tie_weight) ties = (need + head.tie_weight - 1) / head.tie_weight;
-    head.ties = (uint32_t)ties;
-    head.sum += ties * head.tie_weight - need; // `need` of the beginning less what is left of it
-    return head;
-}
-
-// The weight of a token in the head; *ties counts down those that may still be taken at the cut.
-SALA_DEVICE uint32_t sala_head_weight(const sala_choice *c, const sala_head *head, int32_t token,
-                                      uint32_t *ties) {
-    float x = sala_logit(c, token);
-    uint32_t rank = sala_rank(x), weight = 0;
-    if (rank >= head->rank) weight = sala_sample_weight(c, sala_scaled(c, x));
-    if (rank > head->rank || weight == 0) return weight;
-    if (*ties == 0) return 0;
-    *ties -= 1;
-    return weight;
-}
-
-// The token at which the running sum of the head's weights, in ascending ids, exceeds `at`: first
-// the warp that holds it, by m->sum and m->ties; then its tokens by all threads, `each` consecutive
-// ones a thread. One thread writes *token. All threads call it.
-SALA_DEVICE void sala_sample_draw(const sala_choice *c, const sala_head *head, uint64_t at,
-                                  sala_sample_memory *m, int32_t *token) {
-    uint32_t ties = head->ties;
-    int32_t warp = 0;
-    for (; warp < 31; warp++) {
-        uint32_t kept = ties < m->ties[warp] ? ties : m->ties[warp];
-        uint64_t sum = m->sum[warp] - (m->ties[warp] - kept) * head->tie_weight;
-        if (at < sum) break;
-        at -= sum;
-        ties -= kept;
-    }
-    int32_t each = (c->span + (int)blockDim.x - 1) / (int)blockDim.x, end = (warp + 1) * c->span;
-    int32_t from = warp * c->span + (int)threadIdx.x * each, to = from + each;
-    if (end > c->vocab) end = c->vocab;
-    if (to > end) to = end;
-    uint64_t sum = 0;
-    uint32_t most = 0xFFFFFFFFu, left = most;
-    for (int32_t t = from; t < to; t++) sum += sala_head_weight(c, head, t, &left);
-    uint32_t mine = most - left, before = (uint32_t)sala_block_before(mine, m->partial);
-    uint32_t kept = before < ties ? ties - before : 0;
-    if (kept > mine) kept = mine;
-    sum -= (mine - kept) * head->tie_weight;
-    uint64_t start = sala_block_before(sum, m->partial);
-    if (at < start || at - start >= sum) return;
-    at -= start;
-    for (int32_t t = from; t < to; t++) {
-        uint32_t weight = sala_head_weight(c, head, t, &kept);
-        if (at < weight) {
-            *token = t;
-            return;
-        }
-        at -= weight;
+// Find the token at which a head's tokens, smaller keys first, reach `count` tokens or the weight
+// `need`, whichever comes first, by a radix selection. Returns its key; if they are ordered by
+// weight, the least weight of what is not behind it, and m->found_number may share its place.
+SALA_DEVICE uint64_t sala_sample_select(const sala_head *head, int by, uint32_t count,
+                                        uint64_t need) {
+    sala_sample_memory *m = sala_sample_shared();
+    uint64_t prefix = 0;
+#pragma unroll 1
+    for (int shift = by == SALA_BY_LOGIT ? 60 : 20;; shift -= 10) {
+        sala_sample_round(m, head, by, prefix, shift);
+        sala_histogram_find(m, count, need);
+        prefix |= (uint64_t)m->found << shift;
+        if (shift == 0) return prefix;
+        if (by == SALA_BY_WEIGHT && m->found_number <= 1) return prefix | ((1u << shift) - 1);
+        count = m->count;
+        need = m->need;
     }
 }
 
-// Fill in what is to be known of row `r`.
-SALA_DEVICE sala_choice sala_sample_row(const sala_sample_args *a, int32_t r,
-                                        sala_sample_memory *m) {
-    sala_choice c;
-    c.s = a->sampling[r];
-    c.vocab = a->vocab;
-    c.logits = a->logits + (int64_t)r * a->vocab;
-    c.biases = c.s.biased ? a->biases + (int64_t)c.s.slot * a->vocab : nullptr;
-    c.counts = c.s.penalties ? a->counts + (int64_t)c.s.slot * a->vocab : nullptr;
-    c.list = a->weight + (int64_t)r * a->vocab;
-    c.span = ((a->vocab + 31) / 32 + 31) / 32 * 32;
-    c.first = (int)(threadIdx.x >> 5) * c.span;
-    c.last = c.first + c.span < a->vocab ? c.first + c.span : a->vocab;
-    c.path = m->path;
-    c.path_count = 0;
-    c.largest = 0;
-    if (!c.counts || c.s.ahead == 0) return c;
+// Draw one of a head's tokens, which have the weight `sum`, after the cuts of top-k and top-p
+// (sala__sampler_cut): 0 top-k by weight, 1 those of its last weight by logit; 2, 3 top-p; 4 the
+// draw. All threads call it.
+SALA_DEVICE int32_t sala_sample_draw(sala_head head, uint64_t sum) {
+    const uint64_t all = ~(uint64_t)0;
+    sala_sample_memory *m = sala_sample_shared();
+    uint64_t asked = all;
+#pragma unroll 1
+    for (int step = 0;; step++) {
+        const int by = step == 4 ? SALA_BY_ID : step & 1 ? SALA_BY_LOGIT : SALA_BY_WEIGHT;
+        uint32_t count = by == SALA_BY_LOGIT ? m->count : ~0u;
+        uint64_t need = by == SALA_BY_LOGIT ? m->need : all;
+        if (step == 0 && m->row.top_k > 0) count = (uint32_t)m->row.top_k;
+        if (step == 2 && m->row.top_p < 1) need = sala_top_p_need(m->row.top_p, sum, sum);
+        if (step == 4) need = sala_scale_random(m->row.random, sum) + 1;
+        if (by == SALA_BY_WEIGHT) asked = need;
+        if (count != ~0u || need != all) {
+            uint64_t key = sala_sample_select(&head, by, count, need);
+            if (by == SALA_BY_ID) return (int32_t)key;
+            if (by == SALA_BY_LOGIT) head.last = key;
+            uint32_t least = SALA_WEIGHT_MOST - ((uint32_t)key >> 2);
+            if (by == SALA_BY_WEIGHT && least > head.least) head.least = least, head.last = all;
+            sum = asked - m->need + m->found_weight;
+            step += by == SALA_BY_WEIGHT && m->found_number <= 1;
+        } else
+            step++;
+    }
+}
+
+// Note what changes the logits of row `r`: those below the returned number. All threads call it.
+SALA_DEVICE float sala_sample_note(const sala_sample_args *a, int32_t r) {
+    sala_sample_memory *m = sala_sample_shared();
     const sala_rows *rows = a->rows;
-    int32_t depth = rows->position[r] - rows->seqs[rows->seq[r]].stored, lane = (int)threadIdx.x;
-    c.path_count = c.s.ahead;
-    if (lane < c.s.ahead)
-        m->path[lane] = rows->token[rows->path[r * SALA_MAX_PATH + depth - lane]];
+    int64_t table = (int64_t)m->row.slot * a->vocab;
+    int32_t back = (int32_t)threadIdx.x;
+    const float infinity = sala_bits_f32(0x7F800000u);
+    m->biases = m->row.biased ? a->biases + table : nullptr; // the same by all threads
+    m->counts = m->row.penalties ? a->counts + table : nullptr;
+    if (m->row.penalties && back < m->row.ahead) {
+        int32_t depth = rows->position[r] - rows->seqs[rows->seq[r]].stored;
+        m->path[back] = rows->token[rows->path[r * SALA_MAX_PATH + depth - back]];
+    }
     __syncthreads();
-    return c;
+    return m->row.biased | m->row.penalties ? infinity : -infinity;
 }
 
-// Choose the token of each row: one block a row. Reads the logits once if greedy, twice with a
-// temperature, up to five times with top-k and top-p. C twin: sala__sample.
+// Choose the token of each row. Grid: (blocks that share a row's SALA_SAMPLE_TILE tokens, rows);
+// each finds the largest of its logits, the one of a row that arrives last goes on alone. With a
+// temperature it reads the logits once more and writes weights, which each cut and the draw read
+// two or three times. C twin: sala__sample.
 extern "C" __global__ void __launch_bounds__(1024, 1)
     sala_sample(const __grid_constant__ sala_sample_args a) {
     sala_launch_next();
     sala_wait_grid();
-    sala_sample_memory *m = (sala_sample_memory *)sala_shared();
-    int32_t r = (int)blockIdx.x;
-    if (r >= a.rows->count || a.sampling[r].slot < 0) return;
-    sala_choice c = sala_sample_row(&a, r, m);
-    int32_t token = sala_sample_largest(&c, m);
-    if (token < 0 || !(c.s.temperature > 0)) {
-        if (threadIdx.x == 0) a.token[r] = token;
-        return;
+    sala_sample_memory *m = sala_sample_shared();
+    const int32_t r = (int32_t)blockIdx.y, vocab = a.vocab, thread = (int32_t)threadIdx.x;
+    const int32_t blocks = (int32_t)gridDim.x, word = thread < SALA_ROW_WORDS ? thread : 0;
+    const float *logits = a.logits + (int64_t)r * vocab;
+    float *weights = a.weight + (int64_t)r * sala_sample_stride(vocab), limit = 0;
+    uint64_t *found = (uint64_t *)weights, best = ~(uint64_t)0; // [blocks]
+    m->row_words[word] = ((const uint32_t *)(a.sampling + r))[word];
+    const bool exists = r < a.rows->count;
+#pragma unroll 1
+    for (int32_t tile = (int32_t)blockIdx.x; tile * SALA_SAMPLE_TILE < vocab; tile += blocks) {
+        int32_t first = tile * SALA_SAMPLE_TILE + thread;
+        float4 x = sala_sample_load(logits, first, vocab);
+        if (tile < blocks) { // the first loads are on their way before the row is known
+            __syncthreads();
+            if (!exists || m->row.slot < 0) return;
+            limit = sala_sample_note(&a, r);
+        }
+        uint64_t key = sala_sample_best(x, limit, first, vocab);
+        best = key < best ? key : best;
     }
-    c.largest = sala_logit(&c, token);
-    sala_histogram_clear(&m->coarse);
-    int cut = c.s.top_k > 0 || c.s.top_p < 1;
-    sala_sample_weigh(&c, 0, cut ? &m->coarse : nullptr, m);
-    int lane = (int)threadIdx.x & 31;
-    uint64_t number = sala_warp_total(m->number[lane]);
-    sala_head head = {0, 0, 0, sala_warp_total(m->sum[lane])};
-    if (c.s.top_k > 0 && number > (uint64_t)c.s.top_k)
-        head = sala_sample_cut(&c, (uint64_t)c.s.top_k, ~(uint64_t)0, m);
-    if (c.s.top_p < 1)
-        head = sala_sample_cut(&c, ~(uint64_t)0, sala_top_p_need(c.s.top_p, head.sum, head.sum), m);
-    if (head.rank) sala_sample_weigh(&c, head.rank, nullptr, m);
-    uint64_t at = sala_scale_random(sala_random(c.s.seed, c.s.position), head.sum);
-    sala_sample_draw(&c, &head, at, m, &a.token[r]);
+    best = sala_block_least(best);
+    if (thread == 0) {
+        found[blockIdx.x] = best;
+        m->before = sala_arrive(&a.arrivals[r]);
+    }
+    __syncthreads();
+    if (m->before < blocks - 1) return;
+#pragma unroll 1
+    for (int32_t i = thread; i < blocks; i += 1024) best = found[i] < best ? found[i] : best;
+    best = sala_block_least(best);
+    if (thread == 0) m->found_weight = best; // through memory, so that the compiler sees
+    __syncthreads();                         // that no warp is divided
+    best = m->found_weight;
+    uint32_t rank = ~(uint32_t)(best >> 32);
+    int32_t token = rank == 0 || rank >= SALA_RANK_INFINITE ? -1 : (int32_t)(uint32_t)best;
+    if (token >= 0 && m->row.temperature > 0) {
+        uint64_t sum = sala_sample_weigh(logits, limit, sala_unrank(rank), vocab, weights);
+        const sala_head head = {logits, weights, vocab, 1, ~(uint64_t)0};
+        token = sala_sample_draw(head, sala_block_sums(sum).total);
+    }
+    if (thread == 0) {
+        a.arrivals[r] = 0;
+        a.token[r] = token;
+    }
 }
 
 

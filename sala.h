@@ -6698,8 +6698,6 @@ static void sala__launch_commit(sala__gpu *g, const sala_commit_args *a) {
 // What all products have in common. Two blocks a multiprocessor take the items in turn.
 static void sala__launch_product(sala__gpu *g, sala_product_args *a) {
     int pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1, tiles = 0;
-    a->stages = a->gemm.rows > 8 ? SALA_GEMM_STAGES : SALA_GEMM_STAGES_FEW;
-    a->stage = (SALA_GEMM_ROWS + (a->gemm.rows > 8 ? SALA_GEMM_TOKENS : 8)) * 128;
     a->splits = 1;
     if (a->kind == SALA_PRODUCT_NORM) a->splits = sala_gemm_splits(a->gemm.w[0].n, a->gemm.w[0].k);
     for (int i = 0; i < a->gemm.count; i++) {
@@ -6814,7 +6812,12 @@ static void sala__launch_fill(sala__gpu *g, const sala_fill_args *a) {
 }
 
 static void sala__launch_sample(sala__gpu *g, const sala_sample_args *a) {
-    sala__launch(g, SALA__KERNEL_sample, (unsigned)g->rows, 1, 1, SALA_SAMPLE_SHARED, a, sizeof *a);
+    int tiles = (a->vocab + SALA_SAMPLE_TILE - 1) / SALA_SAMPLE_TILE;
+    int blocks = g->multiprocessors / g->rows; // of a row, so that all run at once
+    if (blocks > tiles) blocks = tiles;
+    if (blocks < 1) blocks = 1;
+    sala__launch(g, SALA__KERNEL_sample, (unsigned)blocks, (unsigned)g->rows, 1, SALA_SAMPLE_SHARED,
+                 a, sizeof *a);
 }
 
 // The verify form of every operation; prefill goes through it as chains of nodes.
@@ -7103,9 +7106,9 @@ struct sala {
     sala_pages *gpu_pages;                   // [sparse_layers] `pages`, there
     sala_nodes *gpu_nodes;                   // [sparse_layers] `nodes`, there
     float *logits;                           // [node_rows, vocab] there
-    int32_t *counts, *sample_weight,
-        *chosen;                     // [slots, vocab], [node_rows, vocab], [node_rows] there
-    float *biases;                   // [slots, vocab] there
+    int32_t *counts, *chosen;                // [slots, vocab], [node_rows] there
+    float *biases, *sample_weight;   // [slots, vocab], [node_rows, sala_sample_stride] there
+    int32_t *sample_arrivals;        // [node_rows] there
     int32_t *tokens_out;             // [node_rows] page-locked: what was chosen
     char *peek;                      // one activation of a pass, to be looked at
     sala_act *x, *y, *branch;        // [rows, hidden]
@@ -7177,7 +7180,7 @@ typedef struct sala__buffer {
     const char *what;
 } sala__buffer;
 
-#define SALA__BUFFERS 52
+#define SALA__BUFFERS 54
 
 static int sala__buffer_used(const sala *s, const sala__buffer *b) {
     return b->count && b->place != (s->on_gpu ? SALA__CPU : SALA__GPU);
@@ -7252,7 +7255,9 @@ static int sala__buffers(sala *s, sala__buffer *b) {
         {(void **)&s->logits, nodes * vocab, 4, SALA__GPU, "logits"},
         {(void **)&s->counts, slots * vocab, 4, SALA__GPU, "sampling"},
         {(void **)&s->biases, slots * vocab, 4, SALA__GPU, "sampling"},
-        {(void **)&s->sample_weight, nodes * vocab, 4, SALA__GPU, "sampling"},
+        {(void **)&s->sample_weight, nodes * (size_t)sala_sample_stride(m->vocab), 4, SALA__GPU,
+         "sampling"},
+        {(void **)&s->sample_arrivals, nodes, 4, SALA__GPU, "counters"},
         {(void **)&s->chosen, nodes, 4, SALA__GPU, "choices"},
         {(void **)&s->normaliser, rows * heads * select_parts * 2, 4, SALA__GPU, "selection"},
         {(void **)&s->score, rows * kv_heads * blocks, 4, SALA__GPU, "selection"},
@@ -8293,7 +8298,8 @@ static void sala__gpu_launch_pass(sala *s, sala__pass *p) {
     sala_sample_args a = {p->on_device,     s->config.dims.vocab,
                           s->logits,        (const sala_sampling *)sala__step_at(s, s->sampling),
                           s->counts,        s->biases,
-                          s->sample_weight, s->chosen};
+                          s->sample_weight, s->sample_arrivals,
+                          s->chosen};
     sala__launch_sample(g, &a);
     if (!e->code)
         sala__cuda_download(&g->cuda, s->tokens_out, sala__on_gpu(s->chosen), (size_t)p->bucket * 4,
@@ -8643,8 +8649,7 @@ static void sala__set_sampling(sala *s, sala__request *r, int row, int64_t posit
                         from->counts != NULL,
                         from->biases != NULL,
                         0,
-                        from->seed,
-                        (uint64_t)position};
+                        sala_random(from->seed, (uint64_t)position)};
     s->sampling[row] = to;
     size_t vocab = (size_t)from->vocab, at = (size_t)r->slot * vocab;
     sala__cuda *c = &s->gpu.cuda;

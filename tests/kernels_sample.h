@@ -59,8 +59,9 @@ static void sample_fill(float *x, int32_t n, int shape) {
     if (sample_below(12) == 0) x[sample_below(n)] = bad[sample_below(6)];
 }
 
-// Any combination of settings. `s` gets what the device's row has; its tables are filled apart.
-static sala_sampling sample_settings(sala__sampler *s, int32_t vocab) {
+// Any combination of settings, for a token of position *at. `s` gets what the device's row has; its
+// tables are filled apart.
+static sala_sampling sample_settings(sala__sampler *s, int32_t vocab, uint64_t *at) {
     static const float temperatures[] = {0, 1e-3f, 0.1f, 0.7f, 1, 1, 1.5f, 100};
     static const float shares[] = {1, 1, 0.999f, 0.95f, 0.5f, 0.01f, 1e-9f};
     static const float floors[] = {1e-5f, 0.05f, 0.5f, 1};
@@ -77,8 +78,9 @@ static sala_sampling sample_settings(sala__sampler *s, int32_t vocab) {
     d.frequency = sample_below(2) ? 0 : 2 * check_uniform();
     d.penalties = sample_below(2);
     d.biased = sample_below(3) == 0;
-    d.seed = check_random() >> sample_below(64);
-    d.position = check_random() >> (1 + sample_below(63));
+    s->seed = check_random() >> sample_below(64);
+    *at = check_random() >> (1 + sample_below(63));
+    d.random = sala_random(s->seed, *at);
     s->vocab = vocab;
     s->temperature = d.temperature;
     s->top_k = d.top_k;
@@ -87,7 +89,6 @@ static sala_sampling sample_settings(sala__sampler *s, int32_t vocab) {
     s->repetition = d.repetition;
     s->presence = d.presence;
     s->frequency = d.frequency;
-    s->seed = d.seed;
     return d;
 }
 
@@ -97,7 +98,8 @@ typedef struct sample_pass { // one launch, on the host
     int32_t *counts;        // [SAMPLE_SLOTS, vocab]
     void *scratch;
     sala__sampler sampler[SAMPLE_ROWS];
-    sala_sampling sampling[SAMPLE_ROWS];
+    uint64_t at[SAMPLE_ROWS];              // the place that random numbers are drawn for
+    sala_sampling sampling[SAMPLE_BUCKET]; // of padding too, where it is random
     int32_t token[SAMPLE_ROWS], position[SAMPLE_ROWS], of[SAMPLE_ROWS];
     int32_t path[SAMPLE_ROWS * SALA_MAX_PATH];
     sala_seq seq;
@@ -129,7 +131,7 @@ static void sample_pass_fill(sample_pass *p) {
     for (int r = 0; r < SAMPLE_ROWS; r++) {
         sample_fill(p->logits + (size_t)r * n, p->vocab, sample_below(SAMPLE_SHAPES));
         sala_sampling *d = &p->sampling[r];
-        *d = sample_settings(&p->sampler[r], p->vocab);
+        *d = sample_settings(&p->sampler[r], p->vocab, &p->at[r]);
         d->slot = (5 * r + 2) % SAMPLE_SLOTS;
         float *bias = p->biases + (size_t)d->slot * n;
         int32_t *count = p->counts + (size_t)d->slot * n, mostly = sample_below(4);
@@ -149,6 +151,11 @@ static void sample_pass_fill(sample_pass *p) {
         d->ahead = sample_below(depth + 1);
         if (sample_below(10) == 0) d->slot = -1; // nothing is wanted of the row
     }
+    for (int r = SAMPLE_ROWS; r < SAMPLE_BUCKET; r++) {
+        p->sampling[r] = p->sampling[r - SAMPLE_ROWS];
+        p->sampling[r].ahead = sample_below(1 << 30);
+        p->sampling[r].slot = sample_below(1 << 30);
+    }
 }
 
 // Instead: every row draws among the tokens of the smallest weights, at the end of the running sum.
@@ -163,7 +170,7 @@ static void sample_pass_far(sample_pass *p) {
         d->penalties = d->biased = 0;
         s->biases = NULL;
         s->counts = NULL;
-        while (sala_random(d->seed, d->position) < (uint64_t)0xFFFFF << 44) d->position++;
+        while ((d->random = sala_random(s->seed, p->at[r])) < (uint64_t)0xFFFFF << 44) p->at[r]++;
         for (int32_t t = 0; t < p->vocab; t++)
             p->logits[(size_t)r * (size_t)p->vocab + (size_t)t] =
                 sample_logit(t, p->vocab, SAMPLE_SHAPES - 1);
@@ -178,7 +185,7 @@ static void sample_pass_check(const sample_pass *p, const int32_t *got) {
             ahead[i] = p->token[p->path[r * SALA_MAX_PATH + depth - i]];
         int32_t want =
             sala__sample(&p->sampler[r], p->logits + (size_t)r * (size_t)p->vocab,
-                         (int64_t)d->position, ahead, d->ahead, p->scratch, NULL, NULL, NULL);
+                         (int64_t)p->at[r], ahead, d->ahead, p->scratch, NULL, NULL, NULL);
         if (d->slot < 0) want = -1;
         CHECK(
             got[r] == want,
@@ -197,10 +204,12 @@ static void sample_passes(int32_t vocab, int passes, int far) {
     size_t n = (size_t)vocab;
     device_open(&m);
     sample_pass *p = sample_pass_make(vocab);
-    void *logits = on_device(NULL, SAMPLE_ROWS * n * 4),
-         *list = on_device(NULL, SAMPLE_ROWS * n * 4);
+    void *logits = on_device(NULL, SAMPLE_BUCKET * n * 4),
+         *list = on_device(NULL, SAMPLE_BUCKET * (size_t)sala_sample_stride(vocab) * 4);
     void *biases = on_device(NULL, SAMPLE_SLOTS * n * 4);
     void *counts = on_device(NULL, SAMPLE_SLOTS * n * 4);
+    int32_t arrived[SAMPLE_BUCKET] = {0}, *arrivals;
+    arrivals = (int32_t *)on_device(arrived, sizeof arrived);
     for (int i = 0; i < passes; i++) {
         int32_t got[SAMPLE_BUCKET];
         sample_pass_fill(p);
@@ -222,14 +231,19 @@ static void sample_passes(int32_t vocab, int passes, int far) {
         a.sampling = (const sala_sampling *)on_device(p->sampling, sizeof p->sampling);
         a.counts = (const int32_t *)counts;
         a.biases = (const float *)biases;
-        a.weight = (int32_t *)list;
+        a.weight = (float *)list;
+        a.arrivals = arrivals;
         a.token = (int32_t *)on_device(NULL, sizeof got);
         gpu->rows = SAMPLE_BUCKET;
         gpu->seqs = 1;
+        gpu->multiprocessors = SAMPLE_BUCKET * (1 + i % 3); // so many blocks may share a row
         sala__launch_sample(gpu, &a);
         device_sync();
         from_device(got, a.token, sizeof got);
         sample_pass_check(p, got);
+        from_device(arrived, arrivals, sizeof arrived);
+        for (int r = 0; r < SAMPLE_BUCKET; r++)
+            CHECK(arrived[r] == 0, "row %d: %d arrivals are left", r, (int)arrived[r]);
     }
     sample_pass_free(p);
     device_close();
@@ -240,6 +254,13 @@ static void sample_small_vocabularies(void) {
     sample_passes(2, 24, 0);
     sample_passes(7, 48, 0);
     sample_passes(97, 48, 0);
+}
+// Rows of several tiles, which one to three blocks share; they begin at any address.
+static void sample_tiles(void) {
+    sample_passes(4096, 3, 0);
+    sample_passes(4097, 6, 0);
+    sample_passes(8195, 6, 0);
+    sample_passes(14001, 6, 0);
 }
 static void sample_1023(void) {
     sample_passes(1023, 48, 0);
@@ -406,6 +427,6 @@ static void sample_fill_weights(void) {
 }
 
 #define SAMPLE_TESTS                                                                               \
-    TEST(sample_small_vocabularies), TEST(sample_1023), TEST(sample_2048), TEST(sample_5000),      \
-        TEST(sample_73448), TEST(sample_far_tail), TEST(sample_pack),                              \
+    TEST(sample_small_vocabularies), TEST(sample_tiles), TEST(sample_1023), TEST(sample_2048),     \
+        TEST(sample_5000), TEST(sample_73448), TEST(sample_far_tail), TEST(sample_pack),           \
         TEST(sample_pack_both_halves), TEST(sample_fill_weights)

@@ -29,7 +29,8 @@ int main(int argc, char **argv) {
                                         TEST(test_sparse_group_8),
                                         TEST(test_sparse_group_16),
                                         TEST(test_sparse_long),
-                                        TEST(test_sparse_top_k)};
+                                        TEST(test_sparse_top_k),
+                                        SAMPLE_TESTS};
     if (!device_exists()) {
         printf("skipped: no simulator (build/libsala_sim.so) and no SALA_TEST_GPU\n");
         printf("0 passed, 0 failed\n");
