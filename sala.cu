@@ -123,9 +123,11 @@ SALA_DEVICE uint4 sala_load_once(const void *global) {
 // Count this block in (call it from one thread, after a barrier): how many came before. All that
 // the block wrote is visible to who sees the count.
 SALA_DEVICE int sala_arrive(int *counter) {
-    __threadfence();
-    int before = atomicAdd(counter, 1);
-    __threadfence();
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(counter)
+                 : "memory");
     return before;
 }
 
@@ -357,11 +359,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 // 128 bytes of each row of x. All products are this one kernel: its code stays in the instruction
 // cache while weights stream by, and a step comes back to it four times a layer.
 
-enum {
-    SALA_GEMM_STAGE = SALA_GEMM_SHARED / SALA_GEMM_STAGES,
-    SALA_GEMM_X = SALA_GEMM_ROWS * 128,    // where x begins in a stage
-    SALA_GEMM_AHEAD = SALA_GEMM_STAGES - 1 // stages in flight
-};
+enum { SALA_GEMM_X = SALA_GEMM_ROWS * 128 }; // where x begins in a stage
 
 // One item: which weight, its tile, the split of k and the first row of x.
 typedef struct sala_gemm_item {
@@ -393,7 +391,7 @@ SALA_DEVICE sala_gemm_item sala_gemm_find(const sala_product_args *a, int item) 
 // Turn to the next stage; the first call turns to the first one of the block.
 SALA_DEVICE void sala_gemm_next(const sala_product_args *a, sala_gemm_feed *feed) {
     feed->slot += SALA_GEMM_STAGE;
-    if (feed->slot == SALA_GEMM_SHARED) feed->slot = 0;
+    if (feed->slot == SALA_GEMM_STAGE * a->stages) feed->slot = 0;
     feed->w += feed->stride;
     feed->x += 128;
     if (--feed->left > 0) return;
@@ -532,7 +530,10 @@ SALA_DEVICE void sala_gemm_chunk(const sala_product_args *a, sala_gemm_feed *fee
     float sum[4][2][4] = {};
 #pragma unroll 1
     for (int stage = 0; stage < stages; stage++) {
-        SALA_COPY_WAIT(SALA_GEMM_AHEAD - 1);
+        if (a->stages == SALA_GEMM_STAGES)
+            SALA_COPY_WAIT(SALA_GEMM_STAGES - 2);
+        else
+            SALA_COPY_WAIT(SALA_GEMM_STAGES_FEW - 2);
         __syncthreads(); // this stage is there for all, and all are done with the one before
         sala_gemm_next(a, feed);
         sala_gemm_copy_weights(a, feed);
@@ -545,7 +546,7 @@ SALA_DEVICE void sala_gemm_chunk(const sala_product_args *a, sala_gemm_feed *fee
         else if (groups == 1)
             sala_gemm_multiply(w + *slot, x + *slot, 1, sum);
         *slot += SALA_GEMM_STAGE;
-        if (*slot == SALA_GEMM_SHARED) *slot = 0;
+        if (*slot == SALA_GEMM_STAGE * a->stages) *slot = 0;
     }
 #pragma unroll
     for (int i = 0; i < 32; i++) total[i >> 3][i >> 2 & 1][i & 3] += sum[i >> 3][i >> 2 & 1][i & 3];
@@ -559,15 +560,15 @@ SALA_DEVICE void sala_gemm_run(const sala_product_args *a) {
     sala_gemm_feed first = {(int)blockIdx.x - (int)gridDim.x, 1, -SALA_GEMM_STAGE, 0, 0, nullptr,
                             nullptr};
     sala_gemm_feed feed = first;
-    int half = (int)threadIdx.x >> 5 & 1, slot = 0;
+    int half = (int)threadIdx.x >> 5 & 1, slot = 0, ahead = a->stages - 1;
 #pragma unroll 1
-    for (int i = 0; i < 2 * SALA_GEMM_AHEAD; i++) { // weights first, without waiting; then x
-        if (i == SALA_GEMM_AHEAD) {
+    for (int i = 0; i < 2 * ahead; i++) { // weights first, without waiting; then x
+        if (i == ahead) {
             sala_wait_grid();
             feed = first;
         }
         sala_gemm_next(a, &feed);
-        if (i < SALA_GEMM_AHEAD) {
+        if (i < ahead) {
             sala_gemm_copy_weights(a, &feed);
         } else { // the first group also holds all those weights
             sala_gemm_copy_x(a, &feed);
@@ -584,7 +585,7 @@ SALA_DEVICE void sala_gemm_run(const sala_product_args *a) {
         for (; left > 0; left -= SALA_GEMM_K / 64)
             sala_gemm_chunk(a, &feed, left < SALA_GEMM_K / 64 ? left : SALA_GEMM_K / 64, groups,
                             &slot, total);
-        int read = (slot ? slot : SALA_GEMM_SHARED) - SALA_GEMM_STAGE;
+        int read = (slot ? slot : SALA_GEMM_STAGE * a->stages) - SALA_GEMM_STAGE;
         sala_gemm_store(a, &at, groups, total, (float *)(sala_shared() + read));
     }
 }
@@ -703,7 +704,7 @@ SALA_DEVICE void sala_gemm_finish(const sala_product_args *a) {
 
 // y = x w^T for up to four weights; or with SwiGLU behind it (gate and up in turn, eight rows each,
 // so the lane that has a gate has its up); or, k split so that a narrow product feeds all
-// multiprocessors, with residual and norm. Grid: min(items, 2 * multiprocessors). Reads the weights
+// multiprocessors, with residual and norm. Grid: min(items, 2 or 3 * multiprocessors). Reads the weights
 // once for every 64 rows of x. Twins: sala__op_gemm, sala__op_gemm_swiglu, sala__op_gemm_norm.
 extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
     sala_gemm(const __grid_constant__ sala_product_args a) {

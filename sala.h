@@ -6695,9 +6695,13 @@ static void sala__launch_commit(sala__gpu *g, const sala_commit_args *a) {
 
 // ---- launches: matrix products and norms ----
 
-// What all products have in common. Two blocks a multiprocessor take the items in turn.
+// What all products have in common. With few rows two blocks a multiprocessor read far ahead; with
+// many, three overlap reading and computing better (but a norm wants the larger shared memory).
 static void sala__launch_product(sala__gpu *g, sala_product_args *a) {
     int pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1, tiles = 0;
+    int many = a->gemm.rows > 16 && a->kind != SALA_PRODUCT_NORM;
+    int most = (many ? 3 : 2) * g->multiprocessors;
+    a->stages = many ? SALA_GEMM_STAGES_FEW : SALA_GEMM_STAGES;
     a->splits = 1;
     if (a->kind == SALA_PRODUCT_NORM) a->splits = sala_gemm_splits(a->gemm.w[0].n, a->gemm.w[0].k);
     for (int i = 0; i < a->gemm.count; i++) {
@@ -6706,9 +6710,9 @@ static void sala__launch_product(sala__gpu *g, sala_product_args *a) {
     }
     a->row_tiles = (a->gemm.rows + SALA_GEMM_TOKENS - 1) / SALA_GEMM_TOKENS;
     a->items = tiles * a->splits * a->row_tiles;
-    int blocks = a->items < 2 * g->multiprocessors ? a->items : 2 * g->multiprocessors;
     g->variant = a->kind;
-    sala__launch(g, SALA__KERNEL_gemm, (unsigned)blocks, 1, 1, SALA_GEMM_SHARED, a, sizeof *a);
+    sala__launch(g, SALA__KERNEL_gemm, (unsigned)(a->items < most ? a->items : most), 1, 1,
+                 (size_t)a->stages * SALA_GEMM_STAGE, a, sizeof *a);
     g->variant = 0;
 }
 
