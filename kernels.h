@@ -559,8 +559,6 @@ SALA_FN int32_t sala_state_place(int32_t key, int32_t column) {
 #define SALA_GEMM_ROWS 64   // rows of w a block takes at a time
 #define SALA_GEMM_TOKENS 64 // and rows of x
 #define SALA_GEMM_STAGES 6  // of 64 k each, in shared memory
-#define SALA_GEMM_STAGES_FEW                                                                       \
-    4 // so that three blocks share a multiprocessor where there is more to compute
 #define SALA_GEMM_STAGE ((SALA_GEMM_ROWS + SALA_GEMM_TOKENS) * 128) // bytes
 #define SALA_GEMM_SHARED (SALA_GEMM_STAGES * SALA_GEMM_STAGE)
 
@@ -579,7 +577,6 @@ enum { SALA_PRODUCT_PLAIN, SALA_PRODUCT_SWIGLU, SALA_PRODUCT_NORM };
 typedef struct sala_product_args {
     int32_t kind;
     int32_t splits, row_tiles, items; // items: tiles * splits * row_tiles
-    int32_t stages;                   // in shared memory: SALA_GEMM_STAGES or SALA_GEMM_STAGES_FEW
     int32_t tiles[SALA_GEMM_MAX];     // of SALA_GEMM_ROWS rows, of each weight
     sala_gemm_args gemm;
     sala_norm_args norm; // this and what follows as in sala_gemm_norm_args

@@ -6,14 +6,15 @@
 
     Rules that all of them keep:
     - sala_launch_next() first, so that the next kernel's blocks may move in early; then
-      sala_wait_grid() by every thread before anything but weights is read or written.
+      sala_wait_grid() by every thread before anything is read or written but weights and what only
+      earlier passes and the copy at the head of this one write (rows, states, pending paths).
     - The bits of a row depend on that row alone: partitions stand at absolute positions, sums have
       one fixed order, no atomics on floats, every fused multiply-add is written fmaf.
     - Row counts and lengths are read on the device; grids depend on the bucket and the capacity.
 */
 #include "kernels.h"
 
-// ---- 1. wrappers: what C has no words for. The simulator in tests/sim replaces just these. ----
+// ---- 1. wrappers: what C has no words for. The simulator in tests/sim replaces just these.
 
 #define SALA_DEVICE static __device__ __forceinline__
 
@@ -141,7 +142,7 @@ SALA_DEVICE void sala_await(const int *counter, int target) {
 
 constexpr sala_dims MODEL = {SALA_DIMS};
 
-// ---- 2. small helpers ----
+// ---- 2. small helpers
 
 SALA_DEVICE float sala_low(uint32_t pair) { // the two halves of a pair of BF16
     return __uint_as_float(pair << 16);
@@ -182,8 +183,7 @@ SALA_DEVICE float sala_sigmoid(float x) {
     return 1.0f / (1.0f + expf(-x));
 }
 
-
-// ---- 3. embedding, positions, norms of heads, gates ----
+// ---- 3. embedding, positions, norms of heads, gates
 
 // x[r] = act(embed_scale * table[token[r]]). Blocks: (rows, shares of 2048 columns). A run of eight
 // k is two words of each of two lane pieces. Reads 4 * hidden bytes a row, of which it wants half,
@@ -350,8 +350,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     if (own) ((uint32_t *)a.y)[first + at] = x;
 }
 
-
-// ---- 4. matrix products: what a step's time is spent on ----
+// ---- 4. matrix products: what a step's time is spent on
 // Decoding reads every weight once, so the loop is a pipeline of copies into shared memory with
 // just enough arithmetic behind it. An item is a tile of SALA_GEMM_ROWS weight rows, one split of k
 // and up to SALA_GEMM_TOKENS rows of x; a block takes every gridDim.x-th item, the copies running
@@ -359,7 +358,10 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 // 128 bytes of each row of x. All products are this one kernel: its code stays in the instruction
 // cache while weights stream by, and a step comes back to it four times a layer.
 
-enum { SALA_GEMM_X = SALA_GEMM_ROWS * 128 }; // where x begins in a stage
+enum {
+    SALA_GEMM_X = SALA_GEMM_ROWS * 128,    // where x begins in a stage
+    SALA_GEMM_AHEAD = SALA_GEMM_STAGES - 1 // stages in flight
+};
 
 // One item: which weight, its tile, the split of k and the first row of x.
 typedef struct sala_gemm_item {
@@ -391,7 +393,7 @@ SALA_DEVICE sala_gemm_item sala_gemm_find(const sala_product_args *a, int item) 
 // Turn to the next stage; the first call turns to the first one of the block.
 SALA_DEVICE void sala_gemm_next(const sala_product_args *a, sala_gemm_feed *feed) {
     feed->slot += SALA_GEMM_STAGE;
-    if (feed->slot == SALA_GEMM_STAGE * a->stages) feed->slot = 0;
+    if (feed->slot == SALA_GEMM_SHARED) feed->slot = 0;
     feed->w += feed->stride;
     feed->x += 128;
     if (--feed->left > 0) return;
@@ -400,7 +402,8 @@ SALA_DEVICE void sala_gemm_next(const sala_product_args *a, sala_gemm_feed *feed
     sala_gemm_item at = sala_gemm_find(a, feed->item);
     int k = a->gemm.w[0].k, depth = k / a->splits, thread = (int)threadIdx.x;
     int tiles = a->tiles[at.weight];
-    int64_t row = at.row + (thread >> 3), stage = (int64_t)(at.split * depth >> 6) * tiles + at.tile;
+    int64_t row = at.row + (thread >> 3),
+            stage = (int64_t)(at.split * depth >> 6) * tiles + at.tile;
     feed->w = (const unsigned char *)a->gemm.w[at.weight].data + stage * SALA_GEMM_X + thread * 16;
     feed->x = (const unsigned char *)(a->gemm.x + row * k + at.split * depth) + (thread & 7) * 16;
     feed->stride = (int64_t)tiles * SALA_GEMM_X;
@@ -517,7 +520,8 @@ SALA_DEVICE void sala_gemm_store(const sala_product_args *a, const sala_gemm_ite
             v.x = sala_swiglu(v.x, up.x), v.y = sala_swiglu(v.y, up.y);
             v.z = sala_swiglu(v.z, up.z), v.w = sala_swiglu(v.w, up.w);
         }
-        *(uint2 *)(a->gemm.y[at->weight] + place) = make_uint2(sala_pair(v.x, v.y), sala_pair(v.z, v.w));
+        *(uint2 *)(a->gemm.y[at->weight] + place) =
+            make_uint2(sala_pair(v.x, v.y), sala_pair(v.z, v.w));
     }
 }
 
@@ -530,15 +534,12 @@ SALA_DEVICE void sala_gemm_chunk(const sala_product_args *a, sala_gemm_feed *fee
     float sum[4][2][4] = {};
 #pragma unroll 1
     for (int stage = 0; stage < stages; stage++) {
-        if (a->stages == SALA_GEMM_STAGES)
-            SALA_COPY_WAIT(SALA_GEMM_STAGES - 2);
-        else
-            SALA_COPY_WAIT(SALA_GEMM_STAGES_FEW - 2);
+        SALA_COPY_WAIT(SALA_GEMM_AHEAD - 1);
         __syncthreads(); // this stage is there for all, and all are done with the one before
-        sala_gemm_next(a, feed);
         sala_gemm_copy_weights(a, feed);
         sala_gemm_copy_x(a, feed);
         sala_copy_commit();
+        sala_gemm_next(a, feed);
         if (groups > 2)
             sala_gemm_multiply(w + *slot, x + *slot, 4, sum);
         else if (groups == 2)
@@ -546,7 +547,7 @@ SALA_DEVICE void sala_gemm_chunk(const sala_product_args *a, sala_gemm_feed *fee
         else if (groups == 1)
             sala_gemm_multiply(w + *slot, x + *slot, 1, sum);
         *slot += SALA_GEMM_STAGE;
-        if (*slot == SALA_GEMM_STAGE * a->stages) *slot = 0;
+        if (*slot == SALA_GEMM_SHARED) *slot = 0;
     }
 #pragma unroll
     for (int i = 0; i < 32; i++) total[i >> 3][i >> 2 & 1][i & 3] += sum[i >> 3][i >> 2 & 1][i & 3];
@@ -557,18 +558,19 @@ SALA_DEVICE void sala_gemm_chunk(const sala_product_args *a, sala_gemm_feed *fee
 // with 64 rows of x they cost 384 clocks of shared memory and 105 of the tensor cores, with 16 rows
 // 152 and 26; x adds rows / SALA_GEMM_ROWS times the weights' bytes in reads of L2.
 SALA_DEVICE void sala_gemm_run(const sala_product_args *a) {
-    sala_gemm_feed first = {(int)blockIdx.x - (int)gridDim.x, 1, -SALA_GEMM_STAGE, 0, 0, nullptr,
-                            nullptr};
+    sala_gemm_feed first = {
+        (int)blockIdx.x - (int)gridDim.x, 1, -SALA_GEMM_STAGE, 0, 0, nullptr, nullptr};
     sala_gemm_feed feed = first;
-    int half = (int)threadIdx.x >> 5 & 1, slot = 0, ahead = a->stages - 1;
+    int half = (int)threadIdx.x >> 5 & 1, slot = 0;
 #pragma unroll 1
-    for (int i = 0; i < 2 * ahead; i++) { // weights first, without waiting; then x
-        if (i == ahead) {
+    for (int i = 0;; i++) { // weights first, without waiting; then x
+        if (i == SALA_GEMM_AHEAD) {
             sala_wait_grid();
             feed = first;
         }
         sala_gemm_next(a, &feed);
-        if (i < ahead) {
+        if (i == 2 * SALA_GEMM_AHEAD) break;
+        if (i < SALA_GEMM_AHEAD) {
             sala_gemm_copy_weights(a, &feed);
         } else { // the first group also holds all those weights
             sala_gemm_copy_x(a, &feed);
@@ -585,12 +587,12 @@ SALA_DEVICE void sala_gemm_run(const sala_product_args *a) {
         for (; left > 0; left -= SALA_GEMM_K / 64)
             sala_gemm_chunk(a, &feed, left < SALA_GEMM_K / 64 ? left : SALA_GEMM_K / 64, groups,
                             &slot, total);
-        int read = (slot ? slot : SALA_GEMM_STAGE * a->stages) - SALA_GEMM_STAGE;
+        int read = (slot ? slot : SALA_GEMM_SHARED) - SALA_GEMM_STAGE;
         sala_gemm_store(a, &at, groups, total, (float *)(sala_shared() + read));
     }
 }
 
-// ---- 5. the norm, alone and behind a product ----
+// ---- 5. the norm, alone and behind a product
 
 enum { SALA_NORM_STEP = 4 * SALA_GEMM_THREADS }; // columns that the block takes at once
 
@@ -602,7 +604,8 @@ SALA_DEVICE void sala_norm_row(const sala_norm_args *a, const float *partial, in
     int width = a->width, thread = (int)threadIdx.x;
     int64_t at = (int64_t)row * width, stride = (int64_t)a->rows * width;
     float *parts = (float *)sala_shared(), *warps = parts + SALA_GEMM_SHARED / 4 - 32;
-    sala_act *x = (sala_act *)(parts + splits * width), *weight = x + width, *branch = weight + width;
+    sala_act *x = (sala_act *)(parts + splits * width), *weight = x + width,
+             *branch = weight + width;
     const sala_act *from = (const sala_act *)a->weight.data;
 #pragma unroll 1
     for (int c = thread * 8; c < width; c += SALA_GEMM_THREADS * 8) {
@@ -704,7 +707,7 @@ SALA_DEVICE void sala_gemm_finish(const sala_product_args *a) {
 
 // y = x w^T for up to four weights; or with SwiGLU behind it (gate and up in turn, eight rows each,
 // so the lane that has a gate has its up); or, k split so that a narrow product feeds all
-// multiprocessors, with residual and norm. Grid: min(items, 2 or 3 * multiprocessors). Reads the weights
+// multiprocessors, with residual and norm. Grid: min(items, 2 * multiprocessors). Reads the weights
 // once for every 64 rows of x. Twins: sala__op_gemm, sala__op_gemm_swiglu, sala__op_gemm_norm.
 extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
     sala_gemm(const __grid_constant__ sala_product_args a) {
@@ -713,8 +716,7 @@ extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
     if (a.kind == SALA_PRODUCT_NORM) sala_gemm_finish(&a);
 }
 
-
-// ---- lightning attention: verify and decode ----
+// ---- 6. lightning attention: verify and decode
 
 // A block owns 16 columns of one head's state S[128 keys][128 values] of one sequence, in
 // registers: 8 KiB. Thread = four keys x four columns; a warp has 32 keys, its lanes are eight
@@ -964,8 +966,8 @@ SALA_DEVICE float4 *sala_gla_saved(const sala_gla_place *at, int slot) { // this
 SALA_DEVICE void sala_gla_return(const sala_gla_place *at, int from, float4 s[4]) {
 #pragma unroll
     for (int j = 0; j < 4; j++)
-        s[j] =
-            from < 0 ? *(const float4 *)(at->state + j * SALA_GLA_COLUMNS) : sala_gla_saved(at, from)[j * 128];
+        s[j] = from < 0 ? *(const float4 *)(at->state + j * SALA_GLA_COLUMNS)
+                        : sala_gla_saved(at, from)[j * 128];
 }
 
 // Advance the state by the items, or by the pending path.
@@ -1061,7 +1063,7 @@ extern "C" __global__ void __launch_bounds__(128, 4)
     }
 }
 
-// ---- after the tokens are chosen ----
+// ---- 7. after the tokens are chosen
 
 // Copy K, V and completed compressed rows of node r into the pages of its sequence.
 SALA_DEVICE void sala_commit_sparse(const sala_commit_args *a, const sala_seq *s, int layer,
@@ -1117,8 +1119,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         sala_commit_lightning(&a, s, layer - a.sparse_layers, r, n);
 }
 
-
-// ---- 6. sparse attention: compressed rows, block selection, attention over blocks ----
+// ---- 8. sparse attention: compressed rows, block selection, attention over blocks
 // blockIdx.x is a list: (row of the pass, K/V head); blockIdx.y, in strides of gridDim.y, a part of
 // it. Lists are innermost, so that the nodes of a tree meet in the L2 cache. Parts stand at absolute
 // positions; how many there are is read on the device. Code that lies cold between other kernels
@@ -1181,7 +1182,7 @@ SALA_DEVICE float sala_quad_sum(float x) {
     return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
 }
 
-// ---- vectors in shared memory and their products ----
+// ---- 9. vectors in shared memory and their products
 
 // Where piece p (16 bytes) of vector n lies: eight vectors' same pieces are in different banks.
 SALA_DEVICE int sala_vector_at(int n, int p) {
@@ -1219,7 +1220,7 @@ SALA_DEVICE void sala_score_keys(float (*s)[4], const sala_act *q, const sala_ac
     for (int i = 0; i < keys / 2; i++) s[i / 4][i % 4] *= MODEL.attn_scale * 1.44269504f;
 }
 
-// ---- selection, 1: compressed rows and normalisers ----
+// ---- 10. selection, 1: compressed rows and normalisers
 
 typedef struct sala_normaliser_shared {
     sala_act q[16 * 128];
@@ -1369,7 +1370,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     }
 }
 
-// ---- selection, 2: block scores ----
+// ---- 11. selection, 2: block scores
 // The page of block b holds rows 4b-1 .. 4b+2 of tier 1: those whose last token lies in b. A warp's
 // tile of 16 rows is four pages; a part of 128 blocks is 32 tiles, and the first row of the next
 // page, which its last block shares with the next part: both compute it alike.
@@ -1523,7 +1524,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         sala_score_part(&a, &v, part, shared);
 }
 
-// ---- selection, 3: the best blocks ----
+// ---- 12. selection, 3: the best blocks
 
 #define SALA_TOP_BINS 2048  // of a histogram: digits of 11 bits
 #define SALA_TOP_HELD 16384 // values that shared memory has room for
@@ -1689,7 +1690,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     for (int b = (int)threadIdx.x; b < k; b += 1024) out[b] = b;
 }
 
-// ---- attention over the listed blocks ----
+// ---- 13. attention over the listed blocks
 
 // Blocks that a list of `count` (-1: dense) has.
 SALA_DEVICE int sala_attend_entries(int count, int position) {
@@ -1953,8 +1954,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     }
 }
 
-
-// ---- sample: from rows of logits to tokens (the steps are those of sala.h section [6]) ----
+// ---- 14. sample: from rows of logits to tokens (the steps are those of sala.h section [6])
 
 // Rank of +infinity: NaN ranks above it, whatever its sign.
 #define SALA_RANK_INFINITE 0xFF000001u
@@ -2315,8 +2315,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     }
 }
 
-
-// ---- pack, fill: weights on their way into GPU memory ----
+// ---- 15. pack, fill: weights on their way into GPU memory
 
 SALA_DEVICE int32_t sala_round_up(int32_t n, int32_t to) {
     return (n + to - 1) / to * to;
@@ -2430,7 +2429,8 @@ extern "C" __global__ void __launch_bounds__(256, 4)
         if (p.mine[i] && p.row[i] < end)
             value[i] = sala_load8(a.from, (int64_t)(p.row[i] - a.first) * a.k + p.k, a.format);
     }
-    sala_store_packed(a.to, p.tile, p.run, p.lane, a.pair > 0 ? 2 * a.n : a.n, value[0], value[1], p.mine[0], p.mine[1]);
+    sala_store_packed(a.to, p.tile, p.run, p.lane, a.pair > 0 ? 2 * a.n : a.n, value[0], value[1],
+                      p.mine[0], p.mine[1]);
 }
 
 // Synthetic weights, row-major: eight elements a thread.
@@ -2467,9 +2467,9 @@ extern "C" __global__ void __launch_bounds__(256, 4)
         if (p.mine[i] && p.row[i] < a.n)
             value[i] = sala_fill8(&a, (uint64_t)p.row[i] * (uint64_t)a.k + (uint64_t)p.k);
     }
-    sala_store_packed(a.to, p.tile, p.run, p.lane, pair ? 2 * a.n : a.n, value[0], value[1], p.mine[0], p.mine[1]);
+    sala_store_packed(a.to, p.tile, p.run, p.lane, pair ? 2 * a.n : a.n, value[0], value[1],
+                      p.mine[0], p.mine[1]);
 }
-
 
 // A long read, for the benchmark's yardstick: 16 bytes a thread, eight loads in flight. Grid: 16
 // blocks a multiprocessor.
@@ -2491,4 +2491,3 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     }
     if (sum == 0x12345678u) *a.out = sum; // so that nothing is optimised away
 }
-

@@ -5725,7 +5725,6 @@ static void sala__run_cpu(sala__cpu *cpu, int operation, const void *args) {
     default: break;
     }
 }
-//@CUDA_BEGIN@
 /* -----------------------------------------------------------------------------------------------
    [8] CUDA, THE DEVICE: driver, compiler, cache, memory
 
@@ -6695,13 +6694,10 @@ static void sala__launch_commit(sala__gpu *g, const sala_commit_args *a) {
 
 // ---- launches: matrix products and norms ----
 
-// What all products have in common. With few rows two blocks a multiprocessor read far ahead; with
-// many, three overlap reading and computing better (but a norm wants the larger shared memory).
+// What all products have in common. Two blocks a multiprocessor take the items in turn.
 static void sala__launch_product(sala__gpu *g, sala_product_args *a) {
     int pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1, tiles = 0;
-    int many = a->gemm.rows > 16 && a->kind != SALA_PRODUCT_NORM;
-    int most = (many ? 3 : 2) * g->multiprocessors;
-    a->stages = many ? SALA_GEMM_STAGES_FEW : SALA_GEMM_STAGES;
+    int most = 2 * g->multiprocessors;
     a->splits = 1;
     if (a->kind == SALA_PRODUCT_NORM) a->splits = sala_gemm_splits(a->gemm.w[0].n, a->gemm.w[0].k);
     for (int i = 0; i < a->gemm.count; i++) {
@@ -6712,7 +6708,7 @@ static void sala__launch_product(sala__gpu *g, sala_product_args *a) {
     a->items = tiles * a->splits * a->row_tiles;
     g->variant = a->kind;
     sala__launch(g, SALA__KERNEL_gemm, (unsigned)(a->items < most ? a->items : most), 1, 1,
-                 (size_t)a->stages * SALA_GEMM_STAGE, a, sizeof *a);
+                 SALA_GEMM_SHARED, a, sizeof *a);
     g->variant = 0;
 }
 
@@ -6996,7 +6992,6 @@ static int sala__gpu_weights(sala__gpu *g, const sala__config *c, sala__weights 
     if (e->code) return sala__fail(err, e->code, "%s", e->text);
     return 0;
 }
-//@CUDA_END@
 /* -----------------------------------------------------------------------------------------------
    [10] MODEL AND MEMORY: the plan of every byte, pages and slots
 

@@ -2,13 +2,16 @@
 # Are the kernel tests awake? Breaks sala.cu in many small ways (mutations.txt), one at a time, and runs the
 # tests of the kernel that was broken on the simulator. Every mutation must make one of them fail.
 #
-#   sh tests/sim/mutate.sh [WORD ...]      only mutations whose line contains a WORD
+#   sh tests/sim/mutate.sh PROGRAM [WORD ...]      PROGRAM: test_kernels; WORD: only lines that contain one
 #
-# Needs build/test_kernels and build/libsala_sim.so; B names another folder. JOBS run side by side (2). The last
-# line is "N caught, N survived, N broken": broken are those that do not apply exactly once, or do not compile.
+# SALA_SIM is the simulator (build/libsala_sim.so). JOBS run side by side (2). After a change of sala.cu lines of
+# the list may have to change too: broken are those that do not match once, or do not compile. The last line is
+# "N caught, N survived, N broken".
 set -u
 cd "$(dirname "$0")/../.." || exit 2
-build=${B:-build}
+program=${1:?which test_kernels?}
+export SALA_SIM="${SALA_SIM:-build/libsala_sim.so}"
+shift
 limit=${LIMIT:-90} # seconds for one mutation; more is a hang, and counts as caught
 
 # one FOLDER NUMBER: build and test one mutation; the verdict goes to FOLDER/NUMBER.verdict.
@@ -16,8 +19,7 @@ one() {
     source=$1/$2.cu log=$1/$2.log words=$(cat "$1/$2.tests")
     : >"$log"
     # shellcheck disable=SC2086
-    SALA_SIM_SOURCE=$source SALA_SIM=$build/libsala_sim.so SALA_CACHE=$1/$2.cache \
-        timeout "$limit" "$build/test_kernels" $words >"$log" 2>&1 &
+    SALA_SIM_SOURCE=$source SALA_CACHE=$1/$2.cache timeout "$limit" "$program" $words >"$log" 2>&1 &
     tests=$!
     while kill -0 $tests 2>/dev/null && ! grep -q ' is false$' "$log"; do sleep 0.1; done
     if kill $tests 2>/dev/null; then # a test has failed: the others need not end
@@ -42,6 +44,10 @@ if [ "${1:-}" = --one ]; then
     exit
 fi
 
+if ! "$program" test_gemm test_commit >/dev/null 2>&1; then
+    echo "mutate.sh: $program fails as it is" >&2
+    exit 2
+fi
 folder=$(mktemp -d) || exit 2
 trap 'rm -rf "$folder"' EXIT
 trap 'exit 2' INT TERM
@@ -96,7 +102,7 @@ for source in "$folder"/*.cu; do
     [ -e "$source" ] || continue
     number=${source##*/}
     echo "${number%.cu}"
-done | sort -n | xargs -P "${JOBS:-2}" -n 1 sh tests/sim/mutate.sh --one "$folder"
+done | sort -n | xargs -P "${JOBS:-2}" -n 1 sh tests/sim/mutate.sh "$program" --one "$folder"
 
 count() { cat "$folder"/*.verdict 2>/dev/null | grep -c "^$1"; }
 caught=$(count caught) survived=$(count SURVIVED) broken=$(count BROKEN)
