@@ -95,8 +95,7 @@ random_numbers(void) { // the authors' known answers (Random123, kat_vectors, ph
         philox(known[i], known[i] + 4, out);
         CHECK(memcmp(out, known[i] + 6, 16) == 0, "the test's own Philox, vector %d", i);
     }
-    CHECK(sala_random(0, 0) == 0xe169c58d6627e8d5u, "%llx",
-          (unsigned long long)sala_random(0, 0));
+    CHECK(sala_random(0, 0) == 0xe169c58d6627e8d5u, "%llx", (unsigned long long)sala_random(0, 0));
     for (int i = 0; i < 1000; i++) {
         uint64_t seed = check_random() >> below(64), position = check_random() >> below(64);
         uint32_t counter[4] = {(uint32_t)position, (uint32_t)(position >> 32), 0, 0}, out[4];
@@ -389,8 +388,7 @@ static void compare_kept(const sala_request *r, const float *x, int32_t n, int64
           "%s: n %d T %g k %d p %g min %g: %d kept, not %d; %d wrong", what, (int)n,
           (double)r->temperature, r->top_k, (double)r->top_p, (double)r->min_p, (int)got, want,
           (int)bad);
-    uint64_t at = sala_scale_random(sala_random(r->seed, (uint64_t)position), want_sum),
-             so_far = 0;
+    uint64_t at = sala_scale_random(sala_random(r->seed, (uint64_t)position), want_sum), so_far = 0;
     int32_t token = draw(&s, x, position, scratch), expected = -1;
     for (int32_t i = 0; i < n && expected < 0; i++) {
         so_far += kept[i] ? weight_of(r, x[i], x[largest]) : 0;

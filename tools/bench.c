@@ -12,6 +12,7 @@ enum {
     BENCH_GEN,
     BENCH_REPEAT,
     BENCH_PARALLEL,
+    BENCH_SAMPLED,
     BENCH_FILL,
     BENCH_CHAINS,
     BENCH_KERNELS,
@@ -25,6 +26,7 @@ static const cli_option bench_options[] = {
     {BENCH_GEN, "gen-tokens", "N", "tokens to generate after it (default 64)"},
     {BENCH_PARALLEL, "parallel", "N", "sequences at once, each with such a prompt (default 1)"},
     {BENCH_REPEAT, "repeat", "N", "repetitions; the best counts, the median is shown (default 5)"},
+    {BENCH_SAMPLED, "sampled", NULL, "choose with temperature 0.8 and top-p 0.95, not greedily"},
     {BENCH_FILL, "fill", NULL,
      "GPU: do not read the prompt; fill its K/V cache with random numbers (long contexts)"},
     {BENCH_CHAINS, "chains", NULL,
@@ -64,7 +66,7 @@ typedef struct bench_shape { // one distinct matrix product of a forward pass
 
 typedef struct bench {
     int64_t prompt, gen, parallel, repeat;
-    int gemm, roofline, fill, chains, kernels;
+    int gemm, roofline, sampled, fill, chains, kernels;
     const char *text; // file to encode
     sala *engine;
     bench_shape shapes[BENCH_SHAPES];
@@ -137,6 +139,11 @@ static int bench_once(bench *b, const int32_t *tokens) {
         ask.token_count = b->prompt;
         ask.max_tokens = b->chains ? 1 : b->gen + 1; // the first comes from prefill
         ask.ignore_eos = 1;
+        if (b->sampled) {
+            ask.temperature = 0.8f;
+            ask.top_p = 0.95f;
+            ask.seed = (uint64_t)i;
+        }
         if (sala_submit(b->engine, &ask, &err) < 0) return cli_fail(CLI_FAILED, "%s", err.text);
     }
     if (b->fill) {
@@ -394,6 +401,7 @@ static int sala_bench(int argc, char **argv) {
         if (id == BENCH_PARALLEL) code = cli_integer("parallel", a.value, 1, 256, &b->parallel);
         if (id == BENCH_REPEAT) code = cli_integer("repeat", a.value, 1, BENCH_REPEATS, &b->repeat);
         if (id == BENCH_GEMM) b->gemm = 1;
+        if (id == BENCH_SAMPLED) b->sampled = 1;
         if (id == BENCH_FILL) b->fill = 1;
         if (id == BENCH_CHAINS) b->chains = 1;
         if (id == BENCH_KERNELS) b->kernels = 1;

@@ -15,7 +15,7 @@ out=${OUT:-bench}
 gpu=${SALA_TEST_GPU:-0}
 export SALA_TEST_GPU="$gpu" SALA_CACHE="$PWD/build/gpu-cache"
 device="cuda:$gpu"
-nine=bench/configs/minicpm-sala-9b.json
+nine_config=bench/configs/minicpm-sala-9b.json
 passed=0
 failed=0
 skipped=0
@@ -90,6 +90,13 @@ sanitizer() {
     done
 }
 
+# nine NAME ARGUMENTS...: sala bench of the 9B geometry with random weights and a random cache
+nine() {
+    name=$1
+    shift
+    step "$name" 120 ./sala bench --device "$device" --synthetic -m "$nine_config" --fill "$@"
+}
+
 bench() {
     header "speed"
     build
@@ -97,10 +104,19 @@ bench() {
     for cache in cold warm; do # seconds until the first token: kernels compiled, then from the cache
         SHOW=1 step "first-token-$cache" 120 ./sala run -n 1 --device "$device"
     done
-    for parallel in 1 8 64; do
-        step "bench-$parallel" 120 ./sala bench --device "$device" --synthetic -m "$nine" \
-            --prompt-tokens 4096 --gen-tokens 200 --parallel "$parallel" --repeat 3
-    done
+    SHOW=4 nine decode-1 --prompt-tokens 4096 --gen-tokens 256 --repeat 3
+    SHOW=4 nine decode-8 --prompt-tokens 4096 --gen-tokens 200 --repeat 2 --parallel 8 --no-roofline
+    SHOW=4 nine decode-16 --prompt-tokens 4096 --gen-tokens 200 --repeat 2 --parallel 16 --no-roofline
+    SHOW=4 nine decode-64 --prompt-tokens 4096 --gen-tokens 200 --repeat 2 --parallel 64 --no-roofline
+    SHOW=4 nine chains --prompt-tokens 8192 --gen-tokens 200 --repeat 2 --chains --no-roofline
+    SHOW=4 nine decode-8k --prompt-tokens 8192 --gen-tokens 200 --repeat 2 --no-roofline
+    SHOW=4 nine decode-512k --prompt-tokens 524288 --gen-tokens 200 --repeat 2 --no-roofline
+    SHOW=4 nine sampled --prompt-tokens 4096 --gen-tokens 200 --repeat 2 --no-roofline --sampled
+    export SALA_TRACE=1 # kernels in their place in the step
+    SHOW=60 nine table-1 --prompt-tokens 4096 --gen-tokens 8 --repeat 1 --no-roofline --kernels
+    SHOW=60 nine table-64 --prompt-tokens 4096 --gen-tokens 8 --repeat 1 --no-roofline --kernels --parallel 64
+    SHOW=60 nine table-1m --prompt-tokens 1048500 --gen-tokens 8 --repeat 1 --no-roofline --kernels --chains
+    unset SALA_TRACE
     if python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
         SHOW=40 step torch 240 python3 tools/torch_baseline.py --json "$out/torch.json"
     else
