@@ -51,7 +51,8 @@ SALA_FN uint32_t sala_f32_bits(float x) {
 #endif
 }
 
-// BF16: the upper half of an FP32. Round to nearest, ties to even; NaN stays NaN (quiet).
+// BF16: the upper half of an FP32. Round to nearest, ties to even; NaN stays NaN (quiet; on a GPU
+// always 0x7FFF).
 SALA_FN float sala_bf16_f32(uint16_t h) {
     return sala_bits_f32((uint32_t)h << 16);
 }

@@ -81,8 +81,8 @@
    - Zero means default in every options field, so start from zeroed memory.
    -------------------------------------------------------------------------------------------- */
 
-#define SALA_VERSION "0.1.0"
-#define SALA_VERSION_NUMBER 100 // major * 10000 + minor * 100 + patch
+#define SALA_VERSION "0.2.0"
+#define SALA_VERSION_NUMBER 200 // major * 10000 + minor * 100 + patch
 
 #ifdef SALA_STATIC
 #define SALA_API static __attribute__((unused))
@@ -6882,7 +6882,7 @@ static void sala__gpu_dims_option(const sala_dims *m, char out[1024]) {
                       i + 1 < float_count ? "," : "");
 }
 
-#define SALA__GPU_UNITS 2 // NVRTC programs that are compiled side by side
+#define SALA__GPU_UNITS 1 // NVRTC programs that are compiled side by side
 
 static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) { // inside enter
     char dims_option[1024];
@@ -6892,7 +6892,11 @@ static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) 
     g->multiprocessors = g->cuda.multiprocessors;
     g->early = 1;
     sala__gpu_dims_option(dims, dims_option);
+    double start = sala__now();
     int code = sala__cuda_compile(&g->cuda, options, 1 + trace, trace ? 1 : SALA__GPU_UNITS, err);
+    if (code == 0 && sala__now() - start > 1)
+        sala__log(&g->cuda.env, SALA_LOG_INFO, "kernels compiled for %s in %.1f s; they are cached",
+                  g->cuda.architecture, sala__now() - start);
     for (int i = 0; i < SALA__KERNEL_COUNT && code == 0; i++)
         code = sala__cuda_get_kernel(&g->cuda, sala__kernels[i].name, SALA__SHARED_MOST,
                                      &g->kernels[i], err);
@@ -9004,6 +9008,7 @@ SALA_API int sala_check_weights(sala *s, sala_error *err) {
 
 /*
     HISTORY
+      0.2.0  CUDA: kernels of the verify pass in BF16, compiled at run time
       0.1.0  the CPU: loader, tokenizer, sampler, prefill and verify, events
 
     LICENSE (MIT)
