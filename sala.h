@@ -6406,7 +6406,7 @@ static void sala__cuda_await_units(const sala__cuda *c, const sala__cuda_unit *u
     double start = sala__now(), shown = -1;
     for (int busy = 1; busy;) {
         busy = 0;
-        for (int i = 0; i < count; i++)
+        for (int i = 0; i < count && i < SALA__CUDA_MODULES; i++)
             busy |= units[i].started && !__atomic_load_n(&units[i].done, __ATOMIC_ACQUIRE);
         double elapsed = sala__now() - start;
         if (busy && elapsed - shown < 0.25) {

@@ -377,6 +377,7 @@ static void test_hooks(void) {
     o.hooks.user = &r;
     o.hooks.log = record_log;
     o.hooks.progress = record_progress;
+    o.device = "cpu"; // no word about a missing GPU
     sala *s = sala_open(path, &o, &err);
     unlink(path);
     CHECK(s && r.logs == 1 && r.line[0] == '0' + SALA_LOG_WARNING &&

@@ -339,7 +339,11 @@ static void whole_options(void) {
         memset(&err, 0, sizeof err);                                                               \
         refused(sala__check_options(&w, &err), &err, name, #value, says);                          \
     } while (0)
-    WRONG(device, "cuda", "device", "auto cpu");
+    WRONG(device, "cuda:", "device", "auto cpu cuda cuda:N");
+    WRONG(device, "cuda:1x", "device", "auto cpu");
+    WRONG(device, "cuda:N", "device", "auto cpu");
+    o.device = "cuda:12";
+    CHECK(sala__check_options(&o, &err) == 0, "%s", err.text);
     WRONG(threads, -1, "threads", "at least 1");
     WRONG(threads, 257, "threads", "at most 256");
     WRONG(max_sequences, 257, "max-sequences", "at most 256");

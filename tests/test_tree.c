@@ -79,6 +79,8 @@ static void tree_pass(session *t, const tree *trees, int count, rows *out) {
     p.blocks = out->blocks;
     p.blocks_l = (size_t)t->info.kv_heads * (size_t)t->info.top_k;
     p.blocks_r = t->blocks_row;
+    p.on_device = &p.rows;
+    p.bucket = p.rows.count;
     sala__forward(s, &p);
 }
 
