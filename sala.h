@@ -6501,6 +6501,7 @@ static int sala__cuda_compile(sala__cuda *c, const char *const *options, int opt
     int code = sala__cuda_make_modules(c, options, option_count, count, 1, &cached, err);
     if (code != SALA_E_DEVICE || cached == 0) return code;
     sala__log(&c->env, SALA_LOG_INFO, "the driver refuses cached kernels: compiling again");
+    sala__clear(err);
     return sala__cuda_make_modules(c, options, option_count, count, 0, &cached, err);
 }
 
@@ -6623,8 +6624,8 @@ typedef struct sala__gpu {
     sala__cuda_kernel kernels[SALA__KERNEL_COUNT];
     sala_error error; // the first of a pass's launches
     sala__graph graphs[SALA__GRAPHS];
-    int graph_count;
-    sala__cu_memory *taken; // [taken_count] everything that was allocated
+    int graph_count, no_graphs; // no_graphs: one could not be made
+    sala__cu_memory *taken;     // [taken_count] everything that was allocated
     size_t taken_count, taken_capacity;
 } sala__gpu;
 
@@ -6856,6 +6857,7 @@ static int sala__gpu_supports(const sala_dims *m, sala_error *err) {
         {m->block == 64, "block_size", m->block, "64"},
         {m->heads / m->kv_heads <= 16, "num_attention_heads / num_key_value_heads",
          m->heads / m->kv_heads, "at most 16"},
+        {m->heads <= 128, "num_attention_heads", m->heads, "at most 128"},
         {m->hidden % 64 == 0 && m->hidden <= 12288, "hidden_size", m->hidden,
          "a multiple of 64, at most 12288"},
         {m->ffn % 64 == 0, "intermediate_size", m->ffn, "a multiple of 64"},
@@ -6949,7 +6951,7 @@ static int64_t sala__gpu_weights_total(const sala__config *c, sala__weights *w) 
 
 // A matrix (or vector) of the files to the device: slabs of rows as they are, packed there.
 static void sala__gpu_upload(sala__gpu *g, const sala_weight *from, void *slab, void *to,
-                             int layout, sala_error *err) {
+                             int layout) {
     int64_t row = (int64_t)from->k * (from->format == SALA_F32 ? 4 : 2);
     int32_t most = (int32_t)(SALA__SLAB / row) < from->n ? (int32_t)(SALA__SLAB / row) : from->n;
     for (int32_t first = 0; first < from->n && !g->error.code; first += most) {
@@ -6961,40 +6963,45 @@ static void sala__gpu_upload(sala__gpu *g, const sala_weight *from, void *slab, 
             sala__launch_pack(g, &a);
         if (!g->error.code) sala__cuda_wait(&g->cuda, &g->error); // the slab is used again
     }
-    if (g->error.code) *err = g->error;
 }
 
 // All weights to the device: w becomes a copy of `from` whose data lies there.
-static int sala__gpu_weights(sala__gpu *g, const sala__config *c, sala__weights *from,
-                             const sala_options *o, sala__weights *w, sala_error *err) {
+static int sala__gpu_move(sala__gpu *g, const sala__config *c, sala__weights *from,
+                          const sala_options *o, void *slab, sala__weights *w, sala_error *err) {
     sala__item host, item;
     sala_error *e = &g->error;
-    int code = sala__weights_plan(&g->cuda.env, c, w, err), count = sala__item_count(c);
-    void *slab = code < 0 || o->synthetic ? NULL : sala__gpu_take(g, SALA__SLAB, "loading", err);
-    if (code < 0 || (!slab && !o->synthetic)) return SALA_E_MEMORY;
-    memset(e, 0, sizeof *e);
+    int count = sala__item_count(c);
     for (int i = 0; i < count && !e->code; i++) {
         if (!sala__item_at(c, w, i, &item) || !sala__item_at(c, from, i, &host)) continue;
         int layout = sala__gpu_layout(&item, w);
         const sala_weight *gate = sala__gate_of(&item, w);
-        void *data =
-            gate ? (void *)(uintptr_t)gate->data
-                 : sala__gpu_take(g, (size_t)sala__gpu_weight_bytes(&item, layout), item.name, err);
-        if (!data) return SALA_E_MEMORY;
+        size_t bytes = (size_t)sala__gpu_weight_bytes(&item, layout);
+        void *data = gate ? (void *)(uintptr_t)gate->data : sala__gpu_take(g, bytes, item.name, e);
         item.weight->data = data;
-        if (o->synthetic) {
+        if (data && o->synthetic) {
             sala_fill_args a = {(uint16_t *)data, 0, 0, 0, item.n, item.k, layout};
             sala__synthetic_shape(c, w, &item, o->synthetic_seed, i, &a.seed, &a.scale, &a.offset);
             sala__launch_fill(g, &a);
-        } else {
-            sala__gpu_upload(g, host.weight, slab, data, layout, err);
+        } else if (data) {
+            sala__gpu_upload(g, host.weight, slab, data, layout);
         }
         sala__progress(&g->cuda.env, "weights to the GPU", 0.7 + 0.3 * i / count);
     }
     if (!e->code) sala__cuda_wait(&g->cuda, e);
     sala__weights_finish(c, w);
-    if (e->code) return sala__fail(err, e->code, "%s", e->text);
-    return 0;
+    return e->code ? sala__fail(err, e->code, "%s", e->text) : 0;
+}
+
+static int sala__gpu_weights(sala__gpu *g, const sala__config *c, sala__weights *from,
+                             const sala_options *o, sala__weights *w, sala_error *err) {
+    sala__cu_memory slab = 0;
+    int code = sala__weights_plan(&g->cuda.env, c, w, err);
+    sala__clear(&g->error);
+    if (code == 0 && !o->synthetic)
+        code = sala__cuda_alloc(&g->cuda, (size_t)SALA__SLAB, "loading", &slab, err);
+    if (code == 0) code = sala__gpu_move(g, c, from, o, (void *)(uintptr_t)slab, w, err);
+    sala__cuda_release(&g->cuda, slab, (size_t)SALA__SLAB);
+    return code;
 }
 /* -----------------------------------------------------------------------------------------------
    [10] MODEL AND MEMORY: the plan of every byte, pages and slots
@@ -7318,7 +7325,7 @@ static int64_t sala__measure(sala *s) {
     p->rows = s->on_gpu ? p->node_rows : sala__max(o->chunk, p->node_rows);
     p->logits_rows = sala__max(o->logits_rows, 1);
     p->blocks = (o->context + m->block - 1) / m->block;
-    int64_t dense = (m->dense_len + m->block - 1) / m->block;
+    int64_t dense = ((int64_t)m->dense_len + m->block - 1) / m->block;
     if (dense > p->blocks) dense = p->blocks;
     if (dense < m->top_k) dense = m->top_k;
     p->attend_parts = (dense + SALA_ATTEND_PART - 1) / SALA_ATTEND_PART;
@@ -7600,7 +7607,9 @@ static int sala__choose_device(sala *s, sala_error *err) {
     const char *text = s->options.device;
     int code = sala__cuda_select(&s->env, text, &s->gpu.cuda, err);
     if (code <= 0) return code;
-    code = sala__gpu_supports(&s->config.dims, &reason);
+    code = sizeof(sala_act) == 2
+               ? sala__gpu_supports(&s->config.dims, &reason)
+               : sala__fail(&reason, SALA_E_DEVICE, "kernels have BF16 activations, not FP32");
     if (code < 0) {
         sala__cuda_close(&s->gpu.cuda);
         if (text && strcmp(text, "auto") != 0) return sala__fail(err, code, "%s", reason.text);
@@ -7614,8 +7623,13 @@ static int sala__choose_device(sala *s, sala_error *err) {
     sala__cuda_leave(&s->gpu.cuda);
     s->gpu_free =
         (int64_t)(free_mib * 1048576) - SALA__SLAB - (256 << 20); // the driver's own needs
+    if (s->gpu_free < 0) s->gpu_free = 0;
     s->gpu_weight_bytes = sala__gpu_weights_total(&s->config, &s->weights);
     return 0;
+}
+
+static int sala__device_is_auto(const sala *s) {
+    return !s->options.device || strcmp(s->options.device, "auto") == 0;
 }
 
 enum { SALA__FILL_PARTS = 64 };
@@ -7639,15 +7653,12 @@ static int sala__open_cpu(sala *s, sala_error *err) {
     return code;
 }
 
-static int sala__open(sala *s, const char *path, sala_error *err) {
-    int code = sala__read_files(s, path, 1, err);
+// Plan, take and fill everything that the operations work on.
+static int sala__start(sala *s, sala_error *err) {
+    int code = sala__make_plan(s, err);
+    if (code == 0) code = sala__name_device(s, err);
+    if (code == 0 && s->on_gpu) code = sala__cuda_enter(&s->gpu.cuda, err);
     if (code < 0) return code;
-    if ((code = sala__choose_device(s, err)) < 0) return code;
-    if ((code = sala__make_plan(s, err)) < 0) return code;
-    s->path = sala__join(&s->env, "", path, err);
-    if (!s->path) return SALA_E_MEMORY;
-    if ((code = sala__name_device(s, err)) < 0) return code;
-    if (s->on_gpu && (code = sala__cuda_enter(&s->gpu.cuda, err)) < 0) return code;
     if (s->on_gpu) code = sala__gpu_open(&s->gpu, &s->config.dims, err);
     sala__progress(&s->env, "allocating", 0.6);
     if (code == 0) code = sala__allocate(s, err);
@@ -7655,7 +7666,57 @@ static int sala__open(sala *s, const char *path, sala_error *err) {
         code =
             sala__gpu_weights(&s->gpu, &s->config, &s->weights, &s->options, &s->gpu_weights, err);
     if (s->on_gpu) sala__cuda_leave(&s->gpu.cuda);
-    if (code == 0 && !s->on_gpu) code = sala__open_cpu(s, err);
+    return code == 0 && !s->on_gpu ? sala__open_cpu(s, err) : code;
+}
+
+// Undo the above, as far as it came; the engine may then start again.
+static void sala__stop(sala *s) {
+    sala__env env = s->env;
+    if (s->on_gpu && sala__cuda_enter(&s->gpu.cuda, NULL) == 0) {
+        sala__cuda_wait(&s->gpu.cuda, NULL); // nothing may still read what follows
+        sala__cuda_release_host(&s->gpu.cuda, s->step);
+        sala__cuda_release_host(&s->gpu.cuda, s->tokens_out);
+        sala__cuda_leave(&s->gpu.cuda);
+    }
+    if (s->cpu_open) sala__cpu_close(&s->cpu);
+    for (int l = 0; l < s->sparse_layers && !s->on_gpu; l++) {
+        if (s->pages) sala__release(&env, s->pages[l].k);
+        if (s->nodes) sala__release(&env, s->nodes[l].k);
+    }
+    sala__release(&env, s->pages);
+    sala__release(&env, s->nodes);
+    sala__release(&env, s->device);
+    sala__buffer b[SALA__BUFFERS];
+    int n = sala__buffers(s, b);
+    for (int i = 0; i < n; i++) {
+        if (!sala__buffer_on_gpu(s, &b[i]) && !(s->on_gpu && b[i].place == SALA__CPU))
+            sala__release(&env, *b[i].pointer);
+        *b[i].pointer = NULL;
+    }
+    if (s->on_gpu) sala__gpu_close(&s->gpu);
+    sala__weights_free(&env, &s->gpu_weights);
+    s->pages = NULL;
+    s->nodes = NULL;
+    s->device = NULL;
+    s->cpu_open = s->on_gpu = 0;
+}
+
+static int sala__open(sala *s, const char *path, sala_error *err) {
+    int code = sala__read_files(s, path, 1, err);
+    if (code < 0) return code;
+    if ((code = sala__choose_device(s, err)) < 0) return code;
+    s->path = sala__join(&s->env, "", path, err);
+    if (!s->path) return SALA_E_MEMORY;
+    if (s->on_gpu && sala__device_is_auto(s)) {
+        sala_error reason;
+        if (sala__start(s, &reason) < 0) { // does not fit, say: the CPU may do
+            sala__log(&s->env, SALA_LOG_INFO, "no GPU used: %s", reason.text);
+            sala__stop(s);
+            code = sala__start(s, err);
+        }
+    } else {
+        code = sala__start(s, err);
+    }
     if (code == 0) sala__progress(&s->env, "ready", 1);
     return code;
 }
@@ -7665,6 +7726,10 @@ static void sala__drop_request(sala *s, sala__request *r);
 SALA_API void sala_close(sala *s) {
     if (!s) return;
     sala__env env = s->env;
+    if (s->on_gpu && sala__cuda_enter(&s->gpu.cuda, NULL) == 0) {
+        sala__cuda_wait(&s->gpu.cuda, NULL); // copies from what requests own may be under way
+        sala__cuda_leave(&s->gpu.cuda);
+    }
     while (s->requests) {
         sala__request *r = s->requests;
         s->requests = r->next;
@@ -7674,28 +7739,7 @@ SALA_API void sala_close(sala *s) {
         sala__release(&env, s->sequences[i].pages);
         sala__release(&env, s->sequences[i].tokens);
     }
-    if (s->cpu_open) sala__cpu_close(&s->cpu);
-    for (int l = 0; l < s->sparse_layers && !s->on_gpu; l++) {
-        if (s->pages) sala__release(&env, s->pages[l].k);
-        if (s->nodes) sala__release(&env, s->nodes[l].k);
-    }
-    sala__release(&env, s->pages);
-    sala__release(&env, s->nodes);
-    sala__buffer b[SALA__BUFFERS];
-    int n = sala__buffers(s, b);
-    for (int i = 0; i < n; i++)
-        if (!sala__buffer_on_gpu(s, &b[i]) && !(s->on_gpu && b[i].place == SALA__CPU))
-            sala__release(&env, *b[i].pointer);
-    if (s->on_gpu) {
-        if (sala__cuda_enter(&s->gpu.cuda, NULL) == 0) {
-            sala__cuda_wait(&s->gpu.cuda, NULL); // nothing may still read them
-            sala__cuda_release_host(&s->gpu.cuda, s->step);
-            sala__cuda_release_host(&s->gpu.cuda, s->tokens_out);
-            sala__cuda_leave(&s->gpu.cuda);
-        }
-        sala__gpu_close(&s->gpu);
-        sala__weights_free(&env, &s->gpu_weights);
-    }
+    sala__stop(s);
     sala__release(&env, s->events);
     sala__release(&env, s->event_text.data);
     sala__release(&env, s->event_top);
@@ -7704,7 +7748,6 @@ SALA_API void sala_close(sala *s) {
     sala__checkpoint_close(&s->checkpoint);
     sala__config_free(&env, &s->config);
     sala__release(&env, s->path);
-    sala__release(&env, s->device);
     sala__release(&env, s);
 }
 
@@ -7813,6 +7856,12 @@ SALA_API int sala_plan(const char *path, const sala_options *options, sala_info 
     if (code == 0) code = sala__choose_device(s, err);
     if (code == 0) {
         code = sala__make_plan(s, err); // a plan that does not fit is still reported
+        if (code < 0 && s->on_gpu && sala__device_is_auto(s)) { // as sala_open does
+            sala__cuda_close(&s->gpu.cuda);
+            s->on_gpu = 0;
+            sala__clear(err);
+            code = sala__make_plan(s, err);
+        }
         s->free_page_count = s->plan.pages;
         sala_get_info(s, info);
         info->path = info->device = info->weight_format = info->chat_template = NULL;
@@ -8317,13 +8366,19 @@ static sala__cu_exec sala__gpu_graph(sala *s, sala__pass *p) {
         if (g->graphs[i].rows == g->rows && g->graphs[i].seqs == g->seqs &&
             g->graphs[i].logits == logits)
             return g->graphs[i].exec;
-    if (g->graph_count == SALA__GRAPHS || p->hidden || g->tree_slots) return NULL;
+    if (g->graph_count == SALA__GRAPHS || g->no_graphs || p->hidden || g->tree_slots) return NULL;
     sala__graph *graph = &g->graphs[g->graph_count];
-    if (sala__cuda_capture_begin(&g->cuda, &g->error) < 0) return NULL;
-    sala__gpu_launch_pass(s, p);
-    sala__cu_exec *exec = g->error.code ? NULL : &graph->exec;
-    sala__cuda_capture_end(&g->cuda, exec, &g->error);
-    if (g->error.code) return NULL;
+    if (sala__cuda_capture_begin(&g->cuda, &g->error) == 0) {
+        sala__gpu_launch_pass(s, p);
+        sala__cu_exec *exec = g->error.code ? NULL : &graph->exec;
+        sala__cuda_capture_end(&g->cuda, exec, &g->error);
+    }
+    if (g->error.code) { // no memory for it, say: the pass runs without, a little slower
+        sala__log(&s->env, SALA_LOG_WARNING, "steps run without CUDA graphs: %s", g->error.text);
+        sala__clear(&g->error);
+        g->no_graphs = 1;
+        return NULL;
+    }
     graph->rows = g->rows;
     graph->seqs = g->seqs;
     graph->logits = logits;
@@ -8333,8 +8388,7 @@ static sala__cu_exec sala__gpu_graph(sala *s, sala__pass *p) {
 
 static int sala__gpu_pass(sala *s, sala__pass *p, sala_error *err) {
     sala__gpu *g = &s->gpu;
-    sala_error *e = &g->error;
-    memset(e, 0, sizeof *e);
+    sala_error *e = &g->error; // may hold what an upload before this pass met
     g->rows = p->bucket = sala__bucket(p->rows.count, s->plan.node_rows);
     g->seqs = sala__bucket(p->rows.seq_count, s->plan.slots);
     sala_rows there = {p->rows.count,
@@ -8347,7 +8401,7 @@ static int sala__gpu_pass(sala *s, sala__pass *p, sala_error *err) {
                        (const int32_t *)sala__step_at(s, s->paths)};
     *s->step_rows = there;
     p->on_device = (const sala_rows *)sala__step_at(s, s->step_rows);
-    sala__cu_exec graph = p->hidden ? NULL : sala__gpu_graph(s, p);
+    sala__cu_exec graph = p->hidden || e->code ? NULL : sala__gpu_graph(s, p);
     if (!e->code && graph)
         sala__cuda_graph_launch(&g->cuda, graph, e);
     else if (!e->code)
@@ -8918,12 +8972,13 @@ SALA_API int sala_step(sala *s, sala_error *err) {
     if (!s->requests) return 0;
     int code = s->on_gpu ? sala__cuda_enter(&s->gpu.cuda, err) : 0;
     if (code < 0) return code;
+    sala__clear(&s->gpu.error);
     code = sala__cancel_marked(s, err);
     if (code == 0) code = sala__admit_waiting(s, err);
     if (code == 0) code = sala__prefill(s, err);
     if (code == 0) code = sala__verify(s, err);
     if (s->on_gpu) sala__cuda_leave(&s->gpu.cuda);
-    sala__sweep(s);
+    if (code == 0) sala__sweep(s); // after a failure copies from their memory may be under way
     s->failed = code < 0; // a step is not undone half-way: what it left behind must not be used
     return code < 0 ? code : 1;
 }
@@ -8996,6 +9051,7 @@ SALA_API void sala_free(sala *s, void *pointer) {
 
 SALA_API int sala_check_weights(sala *s, sala_error *err) {
     sala__clear(err);
+    if (s->on_gpu && s->options.synthetic) return 0; // never on the host, and a hash makes no NaN
     return sala__weights_check(&s->env, &s->config, &s->weights,
                                s->options.synthetic ? NULL : &s->checkpoint, err);
 }

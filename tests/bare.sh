@@ -16,4 +16,4 @@ cd "$work/sala"
 env -i PATH="$work/bin" HOME="$work" make run >"$work/story.txt" 2>"$work/log.txt" || { cat "$work/log.txt"; exit 1; }
 grep -q "Once upon a time" "$work/story.txt" || grep -qi "fox" "$work/story.txt"
 cat "$work/story.txt"
-env -i PATH="$work/bin" HOME="$work" TMPDIR="$work" make test OPT=-O1 # quicker to build
+env -i PATH="$work/bin" HOME="$work" TMPDIR="$work" make -j2 test OPT=-O1 # quicker to build
