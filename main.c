@@ -741,8 +741,11 @@ static void print_overview(FILE *f) {
     fprintf(
         f,
         "\n`sala help COMMAND` shows its options; `sala --version` prints the version.\n\n"
-        "Environment variables (there are no others)\n"
-        "  SALA_MODEL   the model folder when -m is not given\n\n"
+        "Environment variables\n"
+        "  SALA_MODEL   the model folder when -m is not given\n"
+        "  SALA_CACHE   folder of compiled kernels (default ~/.cache/sala); off: compile each "
+        "time\n"
+        "  SALA_NVRTC   path of NVRTC, CUDA's compiler library; SALA_CUDA: of the driver\n\n"
         "Exit codes\n"
         "  0 done   1 model or run failed   2 wrong command line   3 output could not be written\n"
         "  130 interrupted by Ctrl-C (128 + the signal's number)\n");

@@ -2,7 +2,7 @@
 # Runs the test programs given and the command-line tests, adds up their "N passed, N failed" lines and ends
 # with one of its own. A program that dies without such a line counts as one failure.
 # The CPU is meant, also on a machine with a GPU: tests of CUDA name their driver themselves.
-export SALA_CUDA="${SALA_CUDA:-/no/cuda/driver}"
+export SALA_CUDA="${SALA_CUDA:-/no/cuda/driver}" SALA_CACHE="${SALA_CACHE:-$PWD/build/kernel-cache}"
 passed=0 failed=0
 log=$(mktemp) || exit 1
 trap 'rm -f "$log"' EXIT

@@ -413,9 +413,10 @@ static int sala_bench(int argc, char **argv) {
         break;
     }
     if (id == 0 && b->chains && (!b->fill || b->prompt <= b->gen * SALA_MAX_PATH))
-        a.code = cli_fail(id = CLI_USAGE,
-                          "--chains goes with --fill and --prompt-tokens above %d * --gen-tokens",
-                          SALA_MAX_PATH);
+        a.code = cli_fail(
+            id = CLI_USAGE,
+            "--chains goes with --fill (on a GPU) and --prompt-tokens above %d * --gen-tokens",
+            SALA_MAX_PATH);
     if (id == 0 && b->gemm && a.json)
         a.code = cli_fail(id = CLI_USAGE, "--gemm prints a table: --json does not go with it");
     if (id == 0) {
