@@ -674,7 +674,7 @@ static int info_plan(cli_args *a, const char *path, sala_info *info, int *fits) 
 static int info_show(cli_args *a, int check, const char *text) {
     char room[4096];
     const char *path = cli_model_path(a->model, room);
-    sala_info info;
+    sala_info info = {0};
     sala_error err;
     sala *engine = NULL;
     int fits = 1;
