@@ -286,6 +286,18 @@ HELPER void random_tokens(int32_t *out, int count, int vocab) {
     }
 }
 
+// The numbers of a list in a JSON object; returns how many. `ids`, `numbers`: or NULL.
+HELPER int json_list(const sala__json *j, int object, const char *key, int32_t *ids,
+                     double *numbers, int capacity) {
+    int node = sala__json_get(j, object, key), count = 0;
+    if (sala__json_at(j, node)->type != SALA__ARRAY) die("golden.json lacks", key);
+    for (int n = j->nodes[node].child; n >= 0 && count < capacity; n = j->nodes[n].next, count++) {
+        if (ids) ids[count] = (int32_t)j->nodes[n].integer;
+        if (numbers) numbers[count] = j->nodes[n].number;
+    }
+    return count;
+}
+
 // ---- comparing ----
 
 // The first position from `from` to `to` - 1 whose rows differ in a bit (or are missing in one), or -1.

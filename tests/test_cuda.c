@@ -87,17 +87,6 @@ static void test_long_prompt(void) {
     against_cpu(SALA_TINY, 0, tokens, n - 16, 16, 0.02, n / 100, "sala-tiny, with block selection");
 }
 
-static int json_list(const sala__json *j, int object, const char *key, int32_t *ids,
-                     double *numbers, int capacity) {
-    int node = sala__json_get(j, object, key), count = 0;
-    if (sala__json_at(j, node)->type != SALA__ARRAY) die("golden.json lacks", key);
-    for (int n = j->nodes[node].child; n >= 0 && count < capacity; n = j->nodes[n].next, count++) {
-        if (ids) ids[count] = (int32_t)j->nodes[n].integer;
-        if (numbers) numbers[count] = j->nodes[n].number;
-    }
-    return count;
-}
-
 // The prompts of sala-tiny's golden file with their continuations, forced: the best token of each
 // row is the file's wherever its margin is above 0.3.
 static void test_golden(void) {

@@ -254,17 +254,6 @@ typedef struct golden {
     int prompts; // first node of the list
 } golden;
 
-static int json_list(const sala__json *j, int object, const char *key, int32_t *ids,
-                     double *numbers, int capacity) {
-    int node = sala__json_get(j, object, key), count = 0;
-    if (sala__json_at(j, node)->type != SALA__ARRAY) die("golden.json lacks", key);
-    for (int n = j->nodes[node].child; n >= 0 && count < capacity; n = j->nodes[n].next, count++) {
-        if (ids) ids[count] = (int32_t)j->nodes[n].integer;
-        if (numbers) numbers[count] = j->nodes[n].number;
-    }
-    return count;
-}
-
 static golden golden_open(void) {
     golden g;
     sala_error err;
