@@ -6212,8 +6212,8 @@ static int sala__cuda_wait(sala__cuda *c, sala_error *err) {
 }
 
 // ---- compiling kernels ----
-// sala.cu is cut into units by #if SALA_UNIT == 0, 1 ...: each is compiled by a thread of its own
-// and makes one cubin: one file of the cache, one module.
+// Each unit is compiled by a thread of its own, with SALA_UNIT defined as its number, and makes one
+// cubin: one file of the cache, one module. sala.cu is one unit: it compiles in 2 s.
 
 #define SALA__CUDA_OPTIONS 32
 
@@ -6630,8 +6630,7 @@ typedef struct sala__gpu {
 } sala__gpu;
 
 static void sala__launch(sala__gpu *g, int kernel, unsigned x, unsigned y, unsigned z,
-                         size_t shared, const void *args, size_t args_size) {
-    (void)args_size;
+                         size_t shared, const void *args) {
     if (g->error.code || x == 0 || y == 0 || z == 0 ||
         (g->only && g->only != 1 + 4 * kernel + g->variant))
         return;
@@ -6661,21 +6660,21 @@ static sala__cu_memory sala__on_gpu(const void *pointer) {
 
 static void sala__launch_embed(sala__gpu *g, const sala_embed_args *a) {
     int shares = (g->dims->hidden + 2047) / 2048; // eight columns a thread
-    sala__launch(g, SALA__KERNEL_embed, g->rows, shares, 1, 0, a, sizeof *a);
+    sala__launch(g, SALA__KERNEL_embed, g->rows, shares, 1, 0, a);
 }
 
 static void sala__launch_rope_table(sala__gpu *g, const sala_rope_args *a) {
-    sala__launch(g, SALA__KERNEL_rope_table, g->rows, 1, 1, 0, a, sizeof *a);
+    sala__launch(g, SALA__KERNEL_rope_table, g->rows, 1, 1, 0, a);
 }
 
 static void sala__launch_qk_norm_rope(sala__gpu *g, const sala_qk_args *a) {
     int heads = a->rows * (a->heads + a->kv_heads); // four a block
-    sala__launch(g, SALA__KERNEL_qk_norm_rope, (heads + 3) / 4, 1, 1, 0, a, sizeof *a);
+    sala__launch(g, SALA__KERNEL_qk_norm_rope, (heads + 3) / 4, 1, 1, 0, a);
 }
 
 static void sala__launch_gate(sala__gpu *g, const sala_gate_args *a) {
-    int shares = (a->width + 511) / 512; // two columns a thread
-    sala__launch(g, SALA__KERNEL_gate, a->rows, shares, 1, 8 * 4, a, sizeof *a); // a float a warp
+    int shares = (a->width + 511) / 512;                              // two columns a thread
+    sala__launch(g, SALA__KERNEL_gate, a->rows, shares, 1, 8 * 4, a); // a float a warp
 }
 
 // A block takes 16 columns of one head of one sequence.
@@ -6683,14 +6682,14 @@ static void sala__launch_gla_verify(sala__gpu *g, const sala_gla_args *a) {
     sala_gla_args with = *a;
     with.tree_slots = g->tree_slots < 8 ? g->tree_slots : 8; // owners are eight bytes of a word
     sala__launch(g, SALA__KERNEL_gla_verify, g->dims->lin_heads * (g->dims->lin_dim / 16), g->seqs,
-                 1, SALA__GLA_SHARED + with.tree_slots * SALA__GLA_SAVED, &with, sizeof with);
+                 1, SALA__GLA_SHARED + with.tree_slots * SALA__GLA_SAVED, &with);
 }
 
 // Paths cannot be longer than the pass has rows.
 static void sala__launch_commit(sala__gpu *g, const sala_commit_args *a) {
     int path = g->rows < SALA_MAX_PATH ? g->rows : SALA_MAX_PATH;
     sala__launch(g, SALA__KERNEL_commit, a->sparse_layers + a->lightning_layers, g->seqs, path, 0,
-                 a, sizeof *a);
+                 a);
 }
 
 // ---- launches: matrix products and norms ----
@@ -6709,7 +6708,7 @@ static void sala__launch_product(sala__gpu *g, sala_product_args *a) {
     a->items = tiles * a->splits * a->row_tiles;
     g->variant = a->kind;
     sala__launch(g, SALA__KERNEL_gemm, (unsigned)(a->items < most ? a->items : most), 1, 1,
-                 SALA_GEMM_SHARED, a, sizeof *a);
+                 SALA_GEMM_SHARED, a);
     g->variant = 0;
 }
 
@@ -6748,7 +6747,7 @@ static void sala__launch_gemm_norm(sala__gpu *g, const sala_gemm_norm_args *a) {
 }
 
 static void sala__launch_norm(sala__gpu *g, const sala_norm_args *a) {
-    sala__launch(g, SALA__KERNEL_norm, (unsigned)a->rows, 1, 1, SALA_GEMM_SHARED, a, sizeof *a);
+    sala__launch(g, SALA__KERNEL_norm, (unsigned)a->rows, 1, 1, SALA_GEMM_SHARED, a);
 }
 
 // ---- launches: sparse attention ----
@@ -6769,20 +6768,19 @@ static void sala__launch_select(sala__gpu *g, const sala_select_args *a) {
     unsigned lists = (unsigned)(g->rows * g->dims->kv_heads);
     int64_t parts = (a->capacity + SALA_SELECT_PART - 1) / SALA_SELECT_PART;
     sala__launch(g, SALA__KERNEL_select_normaliser, lists, sala__list_blocks(g, 1 + parts), 1,
-                 SALA_SELECT_NORMALISER_SHARED, a, sizeof *a);
+                 SALA_SELECT_NORMALISER_SHARED, a);
     sala__launch(g, SALA__KERNEL_select_score, lists, sala__list_blocks(g, parts), 1,
-                 SALA_SELECT_SCORE_SHARED, a, sizeof *a);
+                 SALA_SELECT_SCORE_SHARED, a);
     size_t short_of = a->capacity < 16384 ? 4 * (size_t)(16384 - a->capacity) : 0;
-    sala__launch(g, SALA__KERNEL_select_top, lists, 1, 1, SALA_SELECT_TOP_SHARED - short_of, a,
-                 sizeof *a);
+    sala__launch(g, SALA__KERNEL_select_top, lists, 1, 1, SALA_SELECT_TOP_SHARED - short_of, a);
 }
 
 static void sala__launch_attend(sala__gpu *g, const sala_attend_args *a) {
     unsigned lists = (unsigned)(g->rows * g->dims->kv_heads), heads = (unsigned)g->dims->heads;
     sala__launch(g, SALA__KERNEL_attend, lists, sala__list_blocks(g, a->parts), 1,
-                 SALA_ATTEND_SHARED, a, sizeof *a);
+                 SALA_ATTEND_SHARED, a);
     sala__launch(g, SALA__KERNEL_attend_combine, (unsigned)g->rows, a->norm.data ? 1 : heads, 1,
-                 SALA_ATTEND_COMBINE_SHARED(a->norm.data ? heads : 1), a, sizeof *a);
+                 SALA_ATTEND_COMBINE_SHARED(a->norm.data ? heads : 1), a);
 }
 
 // Row tiles of 16 packed rows (of eight, in a pair) from `first` to `end` times the runs of 32 k,
@@ -6803,13 +6801,13 @@ static void sala__launch_pack(sala__gpu *g, const sala_pack_args *a) {
     int32_t blocks = sala__row_major_blocks((int64_t)a->rows * a->k);
     if (a->pair >= 0)
         blocks = sala__packed_blocks(a->first, a->first + a->rows, a->n, a->k, a->pair);
-    sala__launch(g, SALA__KERNEL_pack, (unsigned)blocks, 1, 1, 0, a, sizeof *a);
+    sala__launch(g, SALA__KERNEL_pack, (unsigned)blocks, 1, 1, 0, a);
 }
 
 static void sala__launch_fill(sala__gpu *g, const sala_fill_args *a) {
     int32_t blocks = sala__row_major_blocks((int64_t)a->n * a->k);
     if (a->layout) blocks = sala__packed_blocks(0, a->n, a->n, a->k, a->layout - 1);
-    sala__launch(g, SALA__KERNEL_fill, (unsigned)blocks, 1, 1, 0, a, sizeof *a);
+    sala__launch(g, SALA__KERNEL_fill, (unsigned)blocks, 1, 1, 0, a);
 }
 
 static void sala__launch_sample(sala__gpu *g, const sala_sample_args *a) {
@@ -6818,7 +6816,7 @@ static void sala__launch_sample(sala__gpu *g, const sala_sample_args *a) {
     if (blocks > tiles) blocks = tiles;
     if (blocks < 1) blocks = 1;
     sala__launch(g, SALA__KERNEL_sample, (unsigned)blocks, (unsigned)g->rows, 1, SALA_SAMPLE_SHARED,
-                 a, sizeof *a);
+                 a);
 }
 
 // The verify form of every operation; prefill goes through it as chains of nodes.

@@ -728,8 +728,7 @@ static void test_sparse_top_k(void) {
     a.count = (int32_t *)on_device(NULL, (size_t)lists * 4);
     a.blocks = (int32_t *)on_device(NULL, (size_t)lists * 96 * 4);
     a.capacity = CAPACITY;
-    sala__launch(gpu, SALA__KERNEL_select_top, (unsigned)lists, 1, 1, SALA_SELECT_TOP_SHARED, &a,
-                 sizeof a);
+    sala__launch(gpu, SALA__KERNEL_select_top, (unsigned)lists, 1, 1, SALA_SELECT_TOP_SHARED, &a);
     from_device(count, a.count, (size_t)lists * 4);
     from_device(blocks, a.blocks, (size_t)lists * 96 * 4);
     for (int i = 0; i < lists; i++) {

@@ -75,8 +75,7 @@ static double bench_gpu_read(sala *s) {
         sala__launch_fill(g, &fill);
         sala__cuda_wait(&g->cuda, &g->error);
         sala__cuda_capture_begin(&g->cuda, &g->error);
-        sala__launch(g, SALA__KERNEL_read, (unsigned)g->multiprocessors * 16, 1, 1, 0, &read,
-                     sizeof read);
+        sala__launch(g, SALA__KERNEL_read, (unsigned)g->multiprocessors * 16, 1, 1, 0, &read);
         sala__cuda_capture_end(&g->cuda, &exec, &g->error);
         for (int i = 0; i < 5 && exec; i++)
             best = fmax(best, (double)bytes / bench_graph_seconds(s, exec, 2));
