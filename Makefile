@@ -54,7 +54,7 @@ $(B)/libsala_sim.so: tests/sim/sim.cpp tests/sim/sim.h | $(B)
 	$(CXX) -std=c++17 -O2 -g -Wall -Wextra -Wpedantic -Wshadow -Werror -ffp-contract=off -fPIC -shared \
 		-fvisibility=hidden $(SANITIZE) -o $@ tests/sim/sim.cpp -ldl
 
-$(B)/test_sim $(B)/test_kernels $(B)/test_cuda: $(SIM)
+$(B)/test_sim $(B)/test_kernels $(B)/test_prefill $(B)/test_cuda: $(SIM)
 $(B)/test_sim: tests/sim/selftest.cu tests/sim/selftest.h
 
 -include $(B)/*.d
@@ -70,7 +70,7 @@ $(B)/check_kernels: tools/check_kernels.c sala.h sala.cu kernels.h | $(B)
 	$(CC) $(CFLAGS) -MF $@.d -o $@ $< $(LDLIBS)
 
 # Every deliberate fault of tests/sim/mutations.txt must be noticed by the kernel tests.
-mutations: $(B)/test_kernels
+mutations: $(B)/test_kernels $(B)/test_prefill
 	SALA_SIM=$(B)/libsala_sim.so sh tests/sim/mutate.sh $(B)/test_kernels
 
 # What only a GPU can tell. STAGE: kernels, engine, sanitizer, bench or all (the default).

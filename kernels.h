@@ -244,7 +244,8 @@ typedef struct sala_weight {
 // ---- operations: one argument struct each ----
 // Where an operation has a prefill and a verify form (the arithmetic differs), it has two names. On
 // a GPU all pointers are device pointers, `rows` counts are those of the pass's bucket (padding rows
-// are computed, and write to no page, state or node), and matrices are packed (see sala_packed).
+// are computed, and write to no page, state or node), and matrices are packed (see sala_packed). A
+// GPU's prefill has rows of one sequence, seqs[0], at consecutive positions, and no padding.
 
 // x[r] = act(embed_scale * table[token[r]])
 typedef struct sala_embed_args {
@@ -646,24 +647,32 @@ typedef struct sala_sample_args {
     int32_t *token;                // [rows] out, -1: unusable logits
 } sala_sample_args;
 
-// All kernels: X(name, args, threads, blocks a multiprocessor). The kernel is sala_<name>.
+// All kernels: X(name, args, threads). The kernel is sala_<name>.
 #define SALA_KERNELS(X)                                                                            \
-    X(pack, sala_pack_args, 256, 4)                                                                \
-    X(fill, sala_fill_args, 256, 4)                                                                \
-    X(read, sala_read_args, 256, 4)                                                                \
-    X(embed, sala_embed_args, 256, 2)                                                              \
-    X(rope_table, sala_rope_args, 64, 2)                                                           \
-    X(norm, sala_norm_args, 128, 2)                                                                \
-    X(gemm, sala_product_args, 128, 2)                                                             \
-    X(qk_norm_rope, sala_qk_args, 128, 2)                                                          \
-    X(gla_verify, sala_gla_args, 128, 4)                                                           \
-    X(gate, sala_gate_args, 256, 2)                                                                \
-    X(select_normaliser, sala_select_args, 256, 2)                                                 \
-    X(select_score, sala_select_args, 256, 2)                                                      \
-    X(select_top, sala_select_args, 1024, 1)                                                       \
-    X(attend, sala_attend_args, 128, 2)                                                            \
-    X(attend_combine, sala_attend_args, 256, 2)                                                    \
-    X(sample, sala_sample_args, 1024, 1)                                                           \
-    X(commit, sala_commit_args, 128, 2)
+    X(pack, sala_pack_args, 256)                                                                   \
+    X(fill, sala_fill_args, 256)                                                                   \
+    X(read, sala_read_args, 256)                                                                   \
+    X(embed, sala_embed_args, 256)                                                                 \
+    X(rope_table, sala_rope_args, 64)                                                              \
+    X(norm, sala_norm_args, 128)                                                                   \
+    X(gemm, sala_product_args, 128)                                                                \
+    X(qk_norm_rope, sala_qk_args, 128)                                                             \
+    X(gla_verify, sala_gla_args, 128)                                                              \
+    X(gate, sala_gate_args, 256)                                                                   \
+    X(select_normaliser, sala_select_args, 256)                                                    \
+    X(select_score, sala_select_args, 256)                                                         \
+    X(select_top, sala_select_args, 1024)                                                          \
+    X(attend, sala_attend_args, 128)                                                               \
+    X(attend_combine, sala_attend_args, 256)                                                       \
+    X(sample, sala_sample_args, 1024)                                                              \
+    X(commit, sala_commit_args, 128)                                                               \
+    X(prefill_gemm, sala_product_args, 256)                                                        \
+    X(prefill_gla, sala_gla_args, 256)                                                             \
+    X(prefill_store, sala_store_args, 256)                                                         \
+    X(prefill_tiers, sala_store_args, 256)                                                         \
+    X(prefill_normaliser, sala_select_args, 256)                                                   \
+    X(prefill_score, sala_select_args, 256)                                                        \
+    X(prefill_dense, sala_attend_args, 128)                                                        \
+    X(prefill_sparse, sala_attend_args, 128)
 
 #endif // SALA_KERNELS_H

@@ -1954,7 +1954,63 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     }
 }
 
-// ---- 14. sample: from rows of logits to tokens (the steps are those of sala.h section [6])
+// ---- 14. prefill: matrix products
+
+extern "C" __global__ void __launch_bounds__(256, 1)
+    sala_prefill_gemm(const __grid_constant__ sala_product_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+}
+
+// ---- 15. prefill: lightning attention
+
+extern "C" __global__ void __launch_bounds__(256, 1)
+    sala_prefill_gla(const __grid_constant__ sala_gla_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+}
+
+// ---- 16. prefill: the cache, and block selection
+
+extern "C" __global__ void __launch_bounds__(256, 1)
+    sala_prefill_store(const __grid_constant__ sala_store_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+}
+
+extern "C" __global__ void __launch_bounds__(256, 1)
+    sala_prefill_tiers(const __grid_constant__ sala_store_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+}
+
+extern "C" __global__ void __launch_bounds__(256, 1)
+    sala_prefill_normaliser(const __grid_constant__ sala_select_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+}
+
+extern "C" __global__ void __launch_bounds__(256, 1)
+    sala_prefill_score(const __grid_constant__ sala_select_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+}
+
+// ---- 17. prefill: attention
+
+extern "C" __global__ void __launch_bounds__(128, 1)
+    sala_prefill_dense(const __grid_constant__ sala_attend_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+}
+
+extern "C" __global__ void __launch_bounds__(128, 1)
+    sala_prefill_sparse(const __grid_constant__ sala_attend_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+}
+
+// ---- 18. sample: from rows of logits to tokens (the steps are those of sala.h section [6])
 
 // Rank of +infinity: NaN ranks above it, whatever its sign.
 #define SALA_RANK_INFINITE 0xFF000001u
@@ -2315,7 +2371,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     }
 }
 
-// ---- 15. pack, fill: weights on their way into GPU memory
+// ---- 19. pack, fill: weights on their way into GPU memory
 
 SALA_DEVICE int32_t sala_round_up(int32_t n, int32_t to) {
     return (n + to - 1) / to * to;

@@ -6587,7 +6587,7 @@ static void sala__cuda_graph_free(sala__cuda *c, sala__cu_exec exec) {
    -------------------------------------------------------------------------------------------- */
 
 enum {
-#define SALA__KERNEL_ID(name, args, threads, blocks) SALA__KERNEL_##name,
+#define SALA__KERNEL_ID(name, args, threads) SALA__KERNEL_##name,
     SALA_KERNELS(SALA__KERNEL_ID)
 #undef SALA__KERNEL_ID
         SALA__KERNEL_COUNT
@@ -6597,7 +6597,7 @@ static const struct {
     const char *name;
     unsigned threads;
 } sala__kernels[SALA__KERNEL_COUNT] = {
-#define SALA__KERNEL_ROW(name, args, threads, blocks) {"sala_" #name, threads},
+#define SALA__KERNEL_ROW(name, args, threads) {"sala_" #name, threads},
     SALA_KERNELS(SALA__KERNEL_ROW)
 #undef SALA__KERNEL_ROW
 };
@@ -6617,6 +6617,7 @@ typedef struct sala__gpu {
     int rows, seqs; // bucket of the pass that is being launched
     int tree_slots; // saved states of branching trees, see sala_gla_verify; 0 for chains
     int early;      // kernels may start while the one before them ends (PDL)
+    int prefill;    // the pass is a chunk of a prompt: operations take that form
     int variant;    // kind of a product, for the next line
     int only;       // benchmarks: 1 + 4 * kernel + variant that is launched alone, 0: all
     int launches;
@@ -6694,10 +6695,18 @@ static void sala__launch_commit(sala__gpu *g, const sala_commit_args *a) {
 
 // ---- launches: matrix products and norms ----
 
+static void sala__launch_prefill_product(sala__gpu *g, sala_product_args *a) {
+    (void)g, (void)a;
+}
+
 // What all products have in common. Two blocks a multiprocessor take the items in turn.
 static void sala__launch_product(sala__gpu *g, sala_product_args *a) {
     int pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1, tiles = 0;
     int most = 2 * g->multiprocessors;
+    if (g->prefill && !a->gemm.y_f32) {
+        sala__launch_prefill_product(g, a);
+        return;
+    }
     a->splits = 1;
     if (a->kind == SALA_PRODUCT_NORM) a->splits = sala_gemm_splits(a->gemm.w[0].n, a->gemm.w[0].k);
     for (int i = 0; i < a->gemm.count; i++) {
@@ -6819,7 +6828,25 @@ static void sala__launch_sample(sala__gpu *g, const sala_sample_args *a) {
                  a);
 }
 
-// The verify form of every operation; prefill goes through it as chains of nodes.
+// ---- launches: prefill ----
+
+static void sala__launch_gla_prefill(sala__gpu *g, const sala_gla_args *a) {
+    (void)g, (void)a;
+}
+
+static void sala__launch_store_prefill(sala__gpu *g, const sala_store_args *a) {
+    (void)g, (void)a;
+}
+
+static void sala__launch_select_prefill(sala__gpu *g, const sala_select_args *a) {
+    (void)g, (void)a;
+}
+
+static void sala__launch_attend_prefill(sala__gpu *g, const sala_attend_args *a) {
+    (void)g, (void)a;
+}
+
+// One operation, in the form of the pass.
 static void sala__run_gpu(sala__gpu *g, int operation, const void *args) {
     switch (operation) {
     case SALA__OP_embed: sala__launch_embed(g, (const sala_embed_args *)args); break;
@@ -6828,9 +6855,23 @@ static void sala__run_gpu(sala__gpu *g, int operation, const void *args) {
     case SALA__OP_gemm: sala__launch_gemm(g, (const sala_gemm_args *)args); break;
     case SALA__OP_qk_norm_rope: sala__launch_qk_norm_rope(g, (const sala_qk_args *)args); break;
     case SALA__OP_gla_verify: sala__launch_gla_verify(g, (const sala_gla_args *)args); break;
+    case SALA__OP_gla_prefill: sala__launch_gla_prefill(g, (const sala_gla_args *)args); break;
+    case SALA__OP_store_prefill:
+        sala__launch_store_prefill(g, (const sala_store_args *)args);
+        break;
     case SALA__OP_gate: sala__launch_gate(g, (const sala_gate_args *)args); break;
-    case SALA__OP_select: sala__launch_select(g, (const sala_select_args *)args); break;
-    case SALA__OP_attend: sala__launch_attend(g, (const sala_attend_args *)args); break;
+    case SALA__OP_select:
+        if (g->prefill)
+            sala__launch_select_prefill(g, (const sala_select_args *)args);
+        else
+            sala__launch_select(g, (const sala_select_args *)args);
+        break;
+    case SALA__OP_attend:
+        if (g->prefill)
+            sala__launch_attend_prefill(g, (const sala_attend_args *)args);
+        else
+            sala__launch_attend(g, (const sala_attend_args *)args);
+        break;
     case SALA__OP_gemm_norm: sala__launch_gemm_norm(g, (const sala_gemm_norm_args *)args); break;
     case SALA__OP_gemm_swiglu:
         sala__launch_gemm_swiglu(g, (const sala_gemm_swiglu_args *)args);

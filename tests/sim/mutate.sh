@@ -4,6 +4,8 @@
 #
 #   sh tests/sim/mutate.sh PROGRAM [WORD ...]      PROGRAM: test_kernels; WORD: only lines that contain one
 #
+# Tests named prefill... are those of test_prefill beside it.
+#
 # SALA_SIM is the simulator (build/libsala_sim.so). JOBS run side by side (2). After a change of sala.cu lines of
 # the list may have to change too: broken are those that do not match once, or do not compile. The last line is
 # "N caught, N survived, N broken".
@@ -17,6 +19,7 @@ limit=${LIMIT:-90} # seconds for one mutation; more is a hang, and counts as cau
 # one FOLDER NUMBER: build and test one mutation; the verdict goes to FOLDER/NUMBER.verdict.
 one() {
     source=$1/$2.cu log=$1/$2.log words=$(cat "$1/$2.tests")
+    case $words in prefill*) program=${program%kernels}prefill ;; esac
     : >"$log"
     # shellcheck disable=SC2086
     SALA_SIM_SOURCE=$source SALA_CACHE=$1/$2.cache timeout "$limit" "$program" $words >"$log" 2>&1 &

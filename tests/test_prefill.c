@@ -1,0 +1,18 @@
+// The kernels of prefill against their C twins, on the simulator (default) or a GPU (SALA_TEST_GPU=N).
+#define SALA_IMPLEMENTATION
+#include "../sala.h"
+
+#include "check.h"
+#include "device.h"
+
+int main(int argc, char **argv) {
+    static const check_entry tests[] = {{NULL, NULL}};
+    if (!device_exists()) {
+        printf("skipped: no simulator (build/libsala_sim.so) and no SALA_TEST_GPU\n");
+        printf("0 passed, 0 failed\n");
+        return 0;
+    }
+    int status = check_main(tests, (int)(sizeof tests / sizeof tests[0]), argc, argv);
+    device_close();
+    return status;
+}
