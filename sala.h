@@ -7254,7 +7254,9 @@ static int sala__buffers(sala *s, sala__buffer *b) {
     size_t show_hidden = s->options.hidden_states ? (size_t)(m->layers + 2) * hidden : 0;
     size_t show_blocks = s->options.hidden_states ? sparse * lists : 0;
     size_t select_parts = (blocks + SALA_SELECT_PART - 1) / SALA_SELECT_PART;
-    size_t attend_rows = rows * (size_t)p->attend_parts * heads;
+    size_t attend_rows = nodes * (size_t)p->attend_parts * heads; // these are of verify alone
+    size_t normalisers = nodes * heads * select_parts * 2;
+    if (normalisers < rows * heads) normalisers = rows * heads;
     size_t splits =
         (size_t)sala__max(sala_gemm_splits(m->hidden, m->ffn),
                           sala__max(sala_gemm_splits(m->hidden, m->heads * m->head_dim),
@@ -7281,7 +7283,7 @@ static int sala__buffers(sala *s, sala__buffer *b) {
         {(void **)&s->gate, rows * wide, act, SALA__DEVICE, "activations"},
         {(void **)&s->o, rows * wide, act, SALA__DEVICE, "activations"},
         {(void **)&s->k, rows * narrow, act, SALA__DEVICE, "activations"},
-        {(void **)&s->v, rows * narrow, act, SALA__CPU, "activations"},
+        {(void **)&s->v, rows * narrow, act, SALA__DEVICE, "activations"},
         {(void **)&s->ffn_gate, rows * ffn, act, SALA__DEVICE, "activations"},
         {(void **)&s->ffn_up, rows * ffn, act, SALA__CPU, "activations"},
         {(void **)&s->cos_sin, rows * (size_t)m->lin_dim, 4, SALA__DEVICE, "rotary tables"},
@@ -7308,11 +7310,11 @@ static int sala__buffers(sala *s, sala__buffer *b) {
          "sampling"},
         {(void **)&s->sample_arrivals, nodes, 4, SALA__GPU, "counters"},
         {(void **)&s->chosen, nodes, 4, SALA__GPU, "choices"},
-        {(void **)&s->normaliser, rows * heads * select_parts * 2, 4, SALA__GPU, "selection"},
+        {(void **)&s->normaliser, normalisers, 4, SALA__GPU, "selection"},
         {(void **)&s->score, rows * kv_heads * blocks, 4, SALA__GPU, "selection"},
         {(void **)&s->part_o, attend_rows * (size_t)m->head_dim, 4, SALA__GPU, "attention"},
         {(void **)&s->part_max_sum, attend_rows * 2, 4, SALA__GPU, "attention"},
-        {(void **)&s->partial, splits * rows * hidden, 4, SALA__GPU, "partial sums"},
+        {(void **)&s->partial, splits * nodes * hidden, 4, SALA__GPU, "partial sums"},
         {(void **)&s->arrivals, 2, 4, SALA__GPU, "counters"},
         {(void **)&s->peek, show_hidden ? rows * hidden * act + rows * lists * 4 : 0, 1, SALA__HOST,
          "hidden states"},
@@ -7361,7 +7363,8 @@ static int64_t sala__measure(sala *s) {
     size_t dim = (size_t)m->head_dim, kv_heads = (size_t)m->kv_heads;
     p->slots = o->max_sequences;
     p->node_rows = s->on_gpu ? sala__max(o->max_sequences, SALA_MAX_PATH) : o->max_sequences;
-    p->rows = s->on_gpu ? p->node_rows : sala__max(o->chunk, p->node_rows);
+    int64_t chunk = (o->context + SALA_TILE - 1) / SALA_TILE * SALA_TILE; // no chunk is longer
+    p->rows = sala__max(o->chunk < chunk ? o->chunk : (int)chunk, p->node_rows);
     p->logits_rows = sala__max(o->logits_rows, 1);
     p->blocks = (o->context + m->block - 1) / m->block;
     int64_t dense = ((int64_t)m->dense_len + m->block - 1) / m->block;
@@ -7639,6 +7642,9 @@ static int sala__name_device(sala *s, sala_error *err) {
     return 0;
 }
 
+// Left to the driver, and for a moment to weights on their way (see sala__gpu_weights).
+#define SALA__DRIVER_NEEDS (SALA__SLAB + (256 << 20))
+
 // Open the device that the options name, once the model's shape is known.
 static int sala__choose_device(sala *s, sala_error *err) {
     sala_error reason;
@@ -7660,8 +7666,7 @@ static int sala__choose_device(sala *s, sala_error *err) {
     if ((code = sala__cuda_enter(&s->gpu.cuda, err)) < 0) return code;
     sala__cuda_free_memory(&s->gpu.cuda, &free_mib, &total_mib);
     sala__cuda_leave(&s->gpu.cuda);
-    s->gpu_free =
-        (int64_t)(free_mib * 1048576) - SALA__SLAB - (256 << 20); // the driver's own needs
+    s->gpu_free = (int64_t)(free_mib * 1048576) - SALA__DRIVER_NEEDS;
     if (s->gpu_free < 0) s->gpu_free = 0;
     s->gpu_weight_bytes = sala__gpu_weights_total(&s->config, &s->weights);
     return 0;
@@ -8184,6 +8189,26 @@ static void sala__show_blocks(sala *s, const sala__pass *p, int sparse_layer) {
     }
 }
 
+// Where the operations read the rows of a pass: on a GPU, its copy of them, which the next upload of
+// the step block makes.
+static const sala_rows *sala__publish_rows(sala *s, const sala_rows *rows) {
+    if (!s->on_gpu) return rows;
+    *s->step_rows = *rows;
+    s->step_rows->seqs = (const sala_seq *)sala__step_at(s, rows->seqs);
+    s->step_rows->token = (const int32_t *)sala__step_at(s, rows->token);
+    s->step_rows->position = (const int32_t *)sala__step_at(s, rows->position);
+    s->step_rows->seq = (const int32_t *)sala__step_at(s, rows->seq);
+    s->step_rows->path = (const int32_t *)sala__step_at(s, rows->path);
+    return (const sala_rows *)sala__step_at(s, s->step_rows);
+}
+
+static int sala__send_step(sala *s) { // the step block's way to the device
+    sala__gpu *g = &s->gpu;
+    if (g->error.code) return g->error.code;
+    return sala__cuda_upload(&g->cuda, sala__on_gpu(s->gpu_step), s->step, sala__step_layout(s),
+                             &g->error);
+}
+
 // The four (or three) projections of a mixer that read the normed input y.
 static void sala__project(sala *s, int rows, const sala__layer *w, sala_act *k, sala_act *v) {
     sala_gemm_args a;
@@ -8298,6 +8323,29 @@ static void sala__lightning_layer(sala *s, sala__pass *p, const sala__layer *w, 
     sala__op(s, SALA__OP_gate, &gate);
 }
 
+// The logits that are wanted, to p->logits; on a GPU to s->logits, which has room for node_rows
+// rows, and from there to the host where they are to be seen. The last of them stay on the GPU.
+static void sala__head(sala *s, const sala__pass *p, const sala_weight *weight) {
+    const sala_dims *m = &s->config.dims;
+    int most = s->on_gpu ? s->plan.node_rows : p->logits_rows, rows;
+    sala_error *e = &s->gpu.error;
+    for (int first = 0; first < p->logits_rows; first += rows) {
+        size_t at = (size_t)first * (size_t)m->vocab;
+        sala_gemm_args head;
+        memset(&head, 0, sizeof head);
+        rows = p->logits_rows - first < most ? p->logits_rows - first : most;
+        head.rows = s->on_gpu && p->rows.verify ? p->bucket : rows;
+        head.count = 1;
+        head.x = s->y + (size_t)(p->logits_first + first) * (size_t)m->hidden;
+        head.w[0] = *weight;
+        head.y_f32 = s->on_gpu ? s->logits : p->logits;
+        sala__op(s, SALA__OP_gemm, &head);
+        if (s->on_gpu && !p->rows.verify && p->show_logits && !e->code)
+            sala__cuda_download(&s->gpu.cuda, p->logits + at, sala__on_gpu(s->logits),
+                                (size_t)rows * (size_t)m->vocab * 4, e);
+    }
+}
+
 // All layers for all rows. Every token's path through the model is this function.
 static void sala__forward(sala *s, sala__pass *p) {
     const sala_dims *m = &s->config.dims;
@@ -8338,15 +8386,7 @@ static void sala__forward(sala *s, sala__pass *p) {
         norm.divisor = m->logit_divisor;
         sala__op(s, SALA__OP_norm, &norm);
     }
-    if (!p->logits_rows) return;
-    sala_gemm_args head;
-    memset(&head, 0, sizeof head);
-    head.rows = s->on_gpu ? rows : p->logits_rows;
-    head.count = 1;
-    head.x = s->y + (s->on_gpu ? 0 : (size_t)p->logits_first * (size_t)m->hidden);
-    head.w[0] = weights->head;
-    head.y_f32 = s->on_gpu ? s->logits : p->logits;
-    sala__op(s, SALA__OP_gemm, &head);
+    if (p->logits_rows) sala__head(s, p, &weights->head);
 }
 
 // The trees of today are chains that are accepted whole.
@@ -8381,19 +8421,24 @@ static int sala__bucket(int n, int most) { // the next power of two
 static void sala__gpu_launch_pass(sala *s, sala__pass *p) {
     sala__gpu *g = &s->gpu;
     sala_error *e = &g->error;
-    if (sala__cuda_upload(&g->cuda, sala__on_gpu(s->gpu_step), s->step, sala__step_layout(s), e))
-        return;
+    if (sala__send_step(s)) return;
     sala__forward(s, p);
-    sala__run_commit(s, p);
+    if (p->rows.verify) sala__run_commit(s, p);
     if (!p->logits_rows || e->code) return;
+    const float *logits = s->logits;
+    int choices = p->bucket;
+    if (!p->rows.verify) { // one token: that of the last row, sampling[0] says how
+        logits += (size_t)((p->logits_rows - 1) % s->plan.node_rows) * (size_t)s->config.dims.vocab;
+        g->rows = choices = 1;
+    }
     sala_sample_args a = {p->on_device,     s->config.dims.vocab,
-                          s->logits,        (const sala_sampling *)sala__step_at(s, s->sampling),
+                          logits,           (const sala_sampling *)sala__step_at(s, s->sampling),
                           s->counts,        s->biases,
                           s->sample_weight, s->sample_arrivals,
                           s->chosen};
     sala__launch_sample(g, &a);
     if (!e->code)
-        sala__cuda_download(&g->cuda, s->tokens_out, sala__on_gpu(s->chosen), (size_t)p->bucket * 4,
+        sala__cuda_download(&g->cuda, s->tokens_out, sala__on_gpu(s->chosen), (size_t)choices * 4,
                             e);
 }
 
@@ -8428,25 +8473,18 @@ static sala__cu_exec sala__gpu_graph(sala *s, sala__pass *p) {
 static int sala__gpu_pass(sala *s, sala__pass *p, sala_error *err) {
     sala__gpu *g = &s->gpu;
     sala_error *e = &g->error; // may hold what an upload before this pass met
-    g->rows = p->bucket = sala__bucket(p->rows.count, s->plan.node_rows);
+    int verify = p->rows.verify;
+    g->prefill = !verify;
+    g->rows = p->bucket = verify ? sala__bucket(p->rows.count, s->plan.node_rows) : p->rows.count;
     g->seqs = sala__bucket(p->rows.seq_count, s->plan.slots);
-    sala_rows there = {p->rows.count,
-                       p->rows.seq_count,
-                       1,
-                       (const sala_seq *)sala__step_at(s, s->seqs),
-                       (const int32_t *)sala__step_at(s, s->token),
-                       (const int32_t *)sala__step_at(s, s->position),
-                       (const int32_t *)sala__step_at(s, s->seq),
-                       (const int32_t *)sala__step_at(s, s->paths)};
-    *s->step_rows = there;
-    p->on_device = (const sala_rows *)sala__step_at(s, s->step_rows);
-    sala__cu_exec graph = p->hidden || e->code ? NULL : sala__gpu_graph(s, p);
+    p->on_device = sala__publish_rows(s, &p->rows);
+    sala__cu_exec graph = !verify || p->hidden || e->code ? NULL : sala__gpu_graph(s, p);
     if (!e->code && graph)
         sala__cuda_graph_launch(&g->cuda, graph, e);
     else if (!e->code)
         sala__gpu_launch_pass(s, p);
     size_t row = (size_t)s->config.dims.vocab * sizeof(float);
-    if (!e->code && p->show_logits)
+    if (!e->code && verify && p->show_logits)
         sala__cuda_download(&g->cuda, p->logits,
                             sala__on_gpu(s->logits) + (size_t)p->logits_first * row,
                             (size_t)p->logits_rows * row, e);
@@ -8682,22 +8720,31 @@ static const int32_t *sala__pages_of(const sala *s, const sala__sequence *q) {
     return s->on_gpu ? s->page_tables + (q - s->sequences) * s->plan.blocks : q->pages;
 }
 
+static sala_rows sala__rows(sala *s, int count, int seq_count, int verify) {
+    sala_rows rows = {count, seq_count, verify, s->seqs, s->token, s->position, s->seq, s->paths};
+    return rows;
+}
+
 // Fold a sequence's pending path into its states: before a new segment is prefilled in chunk form.
-static void sala__materialise(sala *s, int slot) {
+static int sala__materialise(sala *s, int slot, sala_error *err) {
     sala__sequence *q = &s->sequences[slot];
-    if (!q->pending || s->on_gpu) return; // there prefill is a verify, which does it
-    sala_seq seq = {slot, 0, 0, q->stored, 0, q->pending, q->pages};
-    sala_rows rows;
-    memset(&rows, 0, sizeof rows);
-    rows.seq_count = 1;
-    rows.verify = 1;
-    rows.seqs = &seq;
+    if (!q->pending) return 0;
+    sala_seq seq = {slot, 0, 0, q->stored, 0, q->pending, sala__pages_of(s, q)};
+    sala_rows rows = sala__rows(s, 0, 1, 1);
+    s->seqs[0] = seq;
+    const sala_rows *there = sala__publish_rows(s, &rows);
+    sala__gpu *g = &s->gpu;
+    g->rows = g->seqs = 1;
+    if (s->on_gpu) sala__send_step(s);
     for (int l = 0; l < s->lightning_layers; l++) {
-        sala_gla_args a = sala__gla_args(s, &rows, 1, l);
+        sala_gla_args a = sala__gla_args(s, there, 1, l);
         a.o = NULL;
         sala__op(s, SALA__OP_gla_verify, &a);
     }
     q->pending = 0;
+    if (!s->on_gpu) return 0;
+    if (!g->error.code) sala__cuda_wait(&g->cuda, &g->error); // the step block is free again
+    return g->error.code ? sala__fail(err, g->error.code, "%s", g->error.text) : 0;
 }
 
 static int sala__admit_waiting(sala *s, sala_error *err) {
@@ -8713,7 +8760,7 @@ static int sala__admit_waiting(sala *s, sala_error *err) {
         }
         running++;
         if ((code = sala__begin_segment(s, r, err)) < 0) return code;
-        sala__materialise(s, r->slot);
+        if ((code = sala__materialise(s, r->slot, err)) < 0) return code;
     }
     return 0;
 }
@@ -8724,11 +8771,6 @@ static void sala__row(sala *s, int r, int seq, int32_t token, int32_t position) 
     s->token[r] = token;
     s->position[r] = position;
     s->seq[r] = seq;
-}
-
-static sala_rows sala__rows(sala *s, int count, int seq_count, int verify) {
-    sala_rows rows = {count, seq_count, verify, s->seqs, s->token, s->position, s->seq, s->paths};
-    return rows;
 }
 
 // Tell the GPU how to choose the token of `position` from the logits of a row.
@@ -8798,34 +8840,9 @@ static int sala__rows_event(sala *s, const sala__request *r, const sala__pass *p
     return 0;
 }
 
-// One pass over `count` tokens of a prompt, from index `first` of the chunk that began with the
-// request's token r->prefilled. On a GPU: a chain of nodes that is accepted whole.
-static int sala__prefill_pass(sala *s, sala__request *r, int first, int count, sala__pass *p,
-                              sala_error *err) {
-    sala__sequence *q = &s->sequences[r->slot];
-    int start = q->stored, verify = s->on_gpu;
-    for (int i = 0; i < count; i++)
-        sala__row(s, i, 0, r->tokens[r->prefilled + first + i], start + i);
-    for (int i = 0; i < count && verify; i++)
-        for (int j = 0; j <= i; j++) s->paths[i * SALA_MAX_PATH + j] = j;
-    sala_seq seq = {r->slot,
-                    0,
-                    count,
-                    verify ? start : start + count,
-                    r->segment_start,
-                    verify ? q->pending : 0,
-                    sala__pages_of(s, q)};
-    s->seqs[0] = seq;
-    p->rows = sala__rows(s, count, 1, verify);
-    for (int i = 0; i < count && verify; i++) s->sampling[i].slot = -1;
-    if (verify && p->logits_rows) sala__set_sampling(s, r, count - 1, start + count);
-    return sala__run_pass(s, p, err);
-}
-
-// What a chunk shows of its rows: one event's arrays, filled by one or several passes.
+// What a chunk shows of its rows.
 static void sala__prefill_shows(sala *s, int count, sala__pass *p) {
     const sala_dims *m = &s->config.dims;
-    p->show_logits = 1;
     if (!s->prefill_hidden) return;
     p->hidden = s->prefill_hidden;
     p->hidden_l = (size_t)count * (size_t)m->hidden;
@@ -8841,42 +8858,38 @@ static void sala__prefill_shows(sala *s, int count, sala__pass *p) {
 static int sala__prefill_chunk(sala *s, sala__request *r, int budget, sala_error *err) {
     const sala_dims *m = &s->config.dims;
     sala__sequence *q = &s->sequences[r->slot];
-    int shows = (r->want_rows & SALA_ROWS_PROMPT) != 0, most = s->on_gpu ? SALA_MAX_PATH : INT_MAX;
+    int shows = (r->want_rows & SALA_ROWS_PROMPT) != 0;
     if (shows && budget > s->plan.logits_rows) budget = s->plan.logits_rows;
     int64_t left = r->token_count - r->prefilled;
     int start = q->stored, count = (start + budget) / SALA_TILE * SALA_TILE - start;
     if (count > left) count = (int)left;
     int last = count == left;
-    sala__pass all, p;
-    memset(&all, 0, sizeof all);
-    all.logits = s->prefill_logits;
-    if (shows) sala__prefill_shows(s, count, &all);
-    for (int first = 0, rows; first < count; first += rows) {
-        rows = count - first < most ? count - first : most;
-        int ends = first + rows == count;
-        p = all;
-        p.logits_rows = shows ? rows : ends && last;
-        p.logits_first = shows ? 0 : rows - 1;
-        if (shows) p.logits += (size_t)first * (size_t)m->vocab;
-        if (ends && last && r->logprobs) p.show_logits = 1;
-        if (p.hidden) p.hidden += (size_t)first * p.hidden_r;
-        if (p.blocks) p.blocks += (size_t)first * p.blocks_r;
-        int code = sala__prefill_pass(s, r, first, rows, &p, err);
-        if (code < 0) return code;
-    }
+    for (int i = 0; i < count; i++) sala__row(s, i, 0, r->tokens[r->prefilled + i], start + i);
+    sala_seq seq = {r->slot, 0, count, start + count, r->segment_start, 0, sala__pages_of(s, q)};
+    s->seqs[0] = seq;
+    sala__pass p;
+    memset(&p, 0, sizeof p);
+    p.rows = sala__rows(s, count, 1, 0);
+    p.logits = s->prefill_logits;
+    p.logits_rows = shows ? count : last;
+    p.logits_first = shows ? 0 : count - 1;
+    p.show_logits = shows || (last && r->logprobs);
+    if (shows) sala__prefill_shows(s, count, &p);
+    if (s->on_gpu && last) sala__set_sampling(s, r, 0, start + count);
+    if (s->on_gpu && !last) s->sampling[0].slot = -1;
+    int code = sala__run_pass(s, &p, err);
+    if (code < 0) return code;
     r->prefilled += count;
     sala_event *e = sala__add_event(s, r, SALA_EVENT_PREFILL, err);
     if (!e) return SALA_E_MEMORY;
     e->done = r->prefilled;
     e->total = r->token_count;
-    all.logits_rows = count;
-    int code = shows ? sala__rows_event(s, r, &all, start, 0, count, err) : 0;
+    if (shows) code = sala__rows_event(s, r, &p, start, 0, count, err);
     if (code == 0 && last) {
         sala__choice c;
         r->state = SALA__DECODE;
         const float *logits = p.logits + (size_t)(p.logits_rows - 1) * (size_t)m->vocab;
-        int row = p.rows.count - 1;
-        sala__sample_row(s, r, logits, row, 0, &c);
+        sala__sample_row(s, r, logits, 0, 0, &c);
         code = sala__take_token(s, r, &c, err);
     }
     return code < 0 ? code : count;

@@ -368,7 +368,7 @@ HELPER memory memory_of(session *t, int64_t id) {
     sala__sequence *q = sequence_of(t, id);
     memory m = {NULL, 0, 0};
     int slot = (int)(q - s->sequences);
-    sala__materialise(s, slot);
+    sala__materialise(s, slot, NULL);
     sala_seq seq = {slot, 0, 0, q->stored, 0, 0, q->pages};
     size_t vector = (size_t)d->head_dim * sizeof(sala_act);
     for (int l = 0; l < s->sparse_layers; l++)

@@ -253,7 +253,7 @@ static int64_t start_sequence(session *t, const int32_t *tokens, int length, int
     session_cancel(t, i);
     session_run(t);
     sala__sequence *q = sequence_of(t, t->out[i].sequence);
-    if (!pending) sala__materialise(t->engine, (int)(q - t->engine->sequences));
+    if (!pending) sala__materialise(t->engine, (int)(q - t->engine->sequences), NULL);
     if (q->stored != length || q->pending != pending)
         die("start_sequence", "the loop does not step as thought");
     return q->id;

@@ -30,9 +30,11 @@ static const cli_option bench_options[] = {
     {BENCH_FILL, "fill", NULL,
      "GPU: do not read the prompt; fill its K/V cache with random numbers (long contexts)"},
     {BENCH_CHAINS, "chains", NULL,
-     "GPU, with --fill: time passes of 16 prompt tokens (--gen-tokens of them) instead of "
-     "decoding"},
-    {BENCH_KERNELS, "kernels", NULL, "GPU: also a table of where a step's time goes"},
+     "GPU, with --fill: time verify passes of one chain of 16 nodes (--gen-tokens of them)"},
+    {BENCH_KERNELS, "kernels", NULL,
+     "GPU: also a table of where the time of a step (--fill) or of the prompt (with SALA_TRACE=1 "
+     "in "
+     "the environment) goes"},
     {BENCH_GEMM, "gemm", NULL, "the model's matrix products alone, by shape and number of rows"},
     {BENCH_TOKENIZE, "tokenize", "FILE", "only encode a text file, on one core"},
     {BENCH_NO_ROOFLINE, "no-roofline", NULL, "do not measure read bandwidth and OpenBLAS"},
@@ -126,6 +128,20 @@ static double bench_median(const double *x, int n) {
     return n ? (sorted[(n - 1) / 2] + sorted[n / 2]) / 2 : 0;
 }
 
+// --chains: the request is cancelled when its passes have run. Returns an exit code.
+static int bench_chain_rate(bench *b, double begin) {
+    sala_error err;
+    sala_event e;
+    if (bench_chains(b->engine, b->gen, &err) < 0) return cli_fail(CLI_FAILED, "%s", err.text);
+    b->prefill[b->done] = (double)(b->gen * SALA_MAX_PATH) / (cli_now() - begin);
+    int code = sala_cancel(b->engine, b->engine->requests->id, &err);
+    while (code == 0 && b->engine->requests) {
+        code = sala_step(b->engine, &err) < 0;
+        while (sala_next_event(b->engine, &e)) continue;
+    }
+    return code ? cli_fail(CLI_FAILED, "%s", err.text) : CLI_OK;
+}
+
 // All sequences once; the rates of the whole batch. Returns an exit code.
 static int bench_once(bench *b, const int32_t *tokens) {
     sala_error err;
@@ -137,7 +153,7 @@ static int bench_once(bench *b, const int32_t *tokens) {
         memset(&ask, 0, sizeof ask);
         ask.tokens = tokens;
         ask.token_count = b->prompt;
-        ask.max_tokens = b->chains ? 1 : b->gen + 1; // the first comes from prefill
+        ask.max_tokens = b->gen * (b->chains ? SALA_MAX_PATH : 1) + 1; // the first: from prefill
         ask.ignore_eos = 1;
         if (b->sampled) {
             ask.temperature = 0.8f;
@@ -147,9 +163,9 @@ static int bench_once(bench *b, const int32_t *tokens) {
         if (sala_submit(b->engine, &ask, &err) < 0) return cli_fail(CLI_FAILED, "%s", err.text);
     }
     if (b->fill) {
-        if (bench_skip_prompt(b->engine, b->chains ? b->gen : 0, &err) < 0)
-            return cli_fail(CLI_FAILED, "%s", err.text);
+        if (bench_skip_prompt(b->engine, &err) < 0) return cli_fail(CLI_FAILED, "%s", err.text);
         prompt_end = begin = cli_now();
+        if (b->chains) return bench_chain_rate(b, begin);
     }
     while ((step = sala_step(b->engine, &err)) > 0) {
         int decoding = 1;
@@ -169,9 +185,7 @@ static int bench_once(bench *b, const int32_t *tokens) {
     }
     if (step < 0) return cli_fail(CLI_FAILED, "%s", err.text);
     end = cli_now();
-    if (b->chains)
-        b->prefill[b->done] = (double)(b->gen * SALA_MAX_PATH * b->parallel) / (end - begin);
-    else if (b->parallel > 1 || b->fill) { // steps that only decode, after the last prompt
+    if (b->parallel > 1 || b->fill) { // steps that only decode, after the last prompt
         b->prefill[b->done] =
             b->fill ? 0 : (double)(b->prompt * b->parallel) / (prompt_end - begin);
         b->decode[b->done] = decode_tokens / (end - prompt_end);
@@ -213,9 +227,10 @@ static void bench_print(const bench *b, int json) {
     double read = bench_best(b->read, b->done), blas = bench_blas_rate(b), flops = bench_flops(b);
     double prefill = bench_best(b->prefill, b->done), decode = bench_best(b->decode, b->done);
     double bytes = bench_best(b->bytes, b->done);
+    double taken = b->engine->on_gpu ? (double)bench_memory_taken(b->engine) : 0;
+    sala_info i;
+    sala_get_info(b->engine, &i);
     if (json) {
-        sala_info i;
-        sala_get_info(b->engine, &i);
         printf("{\"device\": \"%s\", \"parameters\": %lld, \"prompt_tokens\": %lld, "
                "\"gen_tokens\": %lld, \"parallel\": %lld, ",
                i.device, (long long)i.parameters, (long long)b->prompt, (long long)b->gen,
@@ -226,11 +241,16 @@ static void bench_print(const bench *b, int json) {
         printf("\"decode_tokens_per_second\": %.3f, \"decode_median\": %.3f, "
                "\"decode_gb_per_second\": %.3f, ",
                decode, bench_median(b->decode, b->done), bytes * 1e-9);
+        printf("\"planned_bytes\": %lld, \"taken_bytes\": %.0f, ", (long long)i.total_bytes, taken);
         printf(
             "\"read_gb_per_second\": %.3f, \"openblas_gflops\": %.3f, \"openblas_core\": \"%s\"}\n",
             read * 1e-9, blas * 1e-9, b->blas.library ? b->blas.core : "");
         return;
     }
+    if (taken > 0)
+        printf("memory   %.2f GiB planned, %.2f GiB taken (%+.1f %%)\n",
+               (double)i.total_bytes / (1 << 30), taken / (1 << 30),
+               100 * (taken / (double)i.total_bytes - 1));
     if (b->chains) {
         printf("chains   of %d tokens behind %lld: %.1f t/s, %.3f ms a pass\n", SALA_MAX_PATH,
                (long long)b->prompt, prefill, 1e3 * SALA_MAX_PATH / prefill);
@@ -240,10 +260,12 @@ static void bench_print(const bench *b, int json) {
         printf("prefill  none: a cache of random numbers stands for %lld x %lld tokens",
                (long long)b->parallel, (long long)b->prompt);
     else
-        printf("prefill  %lld x %lld tokens: %.1f t/s (median %.1f), %.1f GFLOP/s in the linear "
-               "layers",
-               (long long)b->parallel, (long long)b->prompt, prefill,
-               bench_median(b->prefill, b->done), prefill * flops * 1e-9);
+        printf(
+            "prefill  %lld x %lld tokens: %.1f t/s (median %.1f), %.3f s in all, %.1f GFLOP/s in "
+            "the linear layers",
+            (long long)b->parallel, (long long)b->prompt, prefill,
+            bench_median(b->prefill, b->done), (double)(b->parallel * b->prompt) / prefill,
+            prefill * flops * 1e-9);
     if (blas > 0)
         printf(" = %.0f %% of OpenBLAS sgemm (%s kernels, %.1f GFLOP/s at %d rows)",
                100 * prefill * flops / blas, b->blas.core, blas * 1e-9, b->blas_rows);
@@ -373,7 +395,11 @@ static int bench_run(bench *b, cli_args *a) {
         }
         cli_progress_clear();
         if (code == CLI_OK) bench_print(b, a->json);
-        if (code == CLI_OK && b->kernels) bench_kernels(b->engine, "\nwhere a step's time goes");
+        if (code == CLI_OK && b->kernels && !b->fill &&
+            bench_prompt_kernels(b->engine, tokens, b->prompt, &err) < 0)
+            code = cli_fail(CLI_FAILED, "%s", err.text);
+        if (code == CLI_OK && b->kernels && b->fill)
+            bench_kernels(b->engine, "\nwhere a step's time goes");
         if (code == CLI_OK) code = cli_flush();
     }
     roofline_blas_close(&b->blas);
@@ -412,15 +438,12 @@ static int sala_bench(int argc, char **argv) {
         id = -1;
         break;
     }
-    if (id == 0 && b->chains && (!b->fill || b->prompt <= b->gen * SALA_MAX_PATH))
-        a.code = cli_fail(
-            id = CLI_USAGE,
-            "--chains goes with --fill (on a GPU) and --prompt-tokens above %d * --gen-tokens",
-            SALA_MAX_PATH);
+    if (id == 0 && b->chains && (!b->fill || b->parallel > 1))
+        a.code = cli_fail(id = CLI_USAGE, "--chains goes with --fill (on a GPU) and --parallel 1");
     if (id == 0 && b->gemm && a.json)
         a.code = cli_fail(id = CLI_USAGE, "--gemm prints a table: --json does not go with it");
     if (id == 0) {
-        int64_t need = b->prompt + b->gen + 1;
+        int64_t need = b->prompt + b->gen * (b->chains ? SALA_MAX_PATH : 1) + 1;
         if (!a.options.context) a.options.context = need;
         if (!a.options.max_sequences) a.options.max_sequences = (int)b->parallel;
         if (!a.options.kv_tokens) a.options.kv_tokens = (need + 64) * b->parallel;

@@ -20,23 +20,54 @@ static int bench_fill_cache(sala *s, sala_error *err) {
     return code;
 }
 
-// All waiting requests are admitted and go on behind prompts that nobody read: they generate at
-// once, or (chains > 0) first prefill the last tokens, that many chains of SALA_MAX_PATH.
-static int bench_skip_prompt(sala *s, int64_t chains, sala_error *err) {
+// All waiting requests are admitted and generate at once, behind prompts that nobody read.
+static int bench_skip_prompt(sala *s, sala_error *err) {
     int code = sala__cuda_enter(&s->gpu.cuda, err);
     if (code < 0) return code;
     code = sala__admit_waiting(s, err);
     for (sala__request *r = s->requests; r && code == 0; r = r->next) {
         if (r->state != SALA__PREFILL || r->prefilled) continue;
         sala__sequence *q = &s->sequences[r->slot];
-        r->prefilled = r->token_count - chains * SALA_MAX_PATH;
-        q->stored = (int32_t)r->prefilled;
-        if (chains) continue;
+        r->prefilled = r->token_count;
         r->state = SALA__DECODE;
-        q->root = r->tokens[--q->stored]; // the last token of the prompt is the first verify's root
+        q->stored = (int32_t)r->token_count - 1;
+        q->root = r->tokens[q->stored]; // the last token of the prompt is the first verify's root
     }
     sala__cuda_leave(&s->gpu.cuda);
     return code;
+}
+
+// `count` verify passes over chains of SALA_MAX_PATH nodes that are accepted whole, each with the
+// choice of its tokens: what a draft that is always right would cost.
+static int bench_chains(sala *s, int64_t count, sala_error *err) {
+    sala__request *r = s->requests;
+    sala__sequence *q = &s->sequences[r->slot];
+    int code = sala__cuda_enter(&s->gpu.cuda, err);
+    for (int64_t n = 0; n < count && code == 0; n++) {
+        sala_seq seq = {r->slot, 0, SALA_MAX_PATH, q->stored, 0, q->pending, sala__pages_of(s, q)};
+        sala__pass p;
+        memset(&p, 0, sizeof p);
+        s->seqs[0] = seq;
+        for (int i = 0; i < SALA_MAX_PATH; i++) {
+            sala__row(s, i, 0, r->tokens[(n + i) % r->token_count], q->stored + i);
+            for (int j = 0; j <= i; j++) s->paths[i * SALA_MAX_PATH + j] = j;
+            sala__set_sampling(s, r, i, q->stored + i + 1);
+        }
+        p.rows = sala__rows(s, SALA_MAX_PATH, 1, 1);
+        p.logits_rows = SALA_MAX_PATH;
+        code = sala__run_pass(s, &p, err);
+    }
+    sala__cuda_leave(&s->gpu.cuda);
+    return code;
+}
+
+// Bytes of device memory that are gone since the engine asked how much was free; 0: not known.
+static int64_t bench_memory_taken(sala *s) {
+    double free_mib = 0, total_mib = 0;
+    if (sala__cuda_enter(&s->gpu.cuda, NULL) < 0) return 0;
+    sala__cuda_free_memory(&s->gpu.cuda, &free_mib, &total_mib);
+    sala__cuda_leave(&s->gpu.cuda);
+    return s->gpu_free + SALA__DRIVER_NEEDS - (int64_t)(free_mib * 1048576);
 }
 
 // Seconds of one of `count` launches of a recorded pass, back to back.
@@ -95,6 +126,19 @@ static const char *bench_kind(int kind) {
     return name;
 }
 
+static sala__cu_memory bench_trace_at(sala *s) { // 0: there is none
+    sala__cuda *c = &s->gpu.cuda;
+    sala__cu_memory at = 0;
+    size_t bytes = 0;
+    sala__cu_result (*get_global)(sala__cu_memory *, size_t *, sala__cu_module, const char *);
+    void *symbol = dlsym(c->driver, "cuModuleGetGlobal_v2");
+    memcpy(&get_global, &symbol, sizeof symbol);
+    if (!symbol || sala__cuda_enter(c, NULL) < 0) return 0;
+    if (get_global(&at, &bytes, c->modules[0], "sala_trace")) at = 0;
+    sala__cuda_leave(c);
+    return at;
+}
+
 // With SALA_TRACE set kernels were compiled to note when their first block could go on. Time from
 // there to the same moment of the next kernel: what each cost in its place, overlap and gaps
 // included.
@@ -102,14 +146,10 @@ static void bench_trace(sala *s, sala__cu_exec exec, const int *log, int launche
     enum { ROUNDS = 16, WARM = 4 };
     sala__cuda *c = &s->gpu.cuda;
     static uint64_t trace[2 + 2 * 1024];
-    sala__cu_memory at = 0;
-    size_t bytes = 0;
+    sala__cu_memory at = bench_trace_at(s);
     double sum[BENCH_KINDS] = {0}, total = 0;
     int count[BENCH_KINDS] = {0};
-    sala__cu_result (*get_global)(sala__cu_memory *, size_t *, sala__cu_module, const char *);
-    void *symbol = dlsym(c->driver, "cuModuleGetGlobal_v2");
-    memcpy(&get_global, &symbol, sizeof symbol);
-    if (!symbol || get_global(&at, &bytes, c->modules[0], "sala_trace") || launches > 1000) return;
+    if (!at || launches > 1000) return;
     for (int round = 0; round < WARM + ROUNDS; round++) {
         sala__cuda_fill(c, at, 0, 8, NULL);
         sala__cuda_graph_launch(c, exec, NULL);
@@ -127,6 +167,52 @@ static void bench_trace(sala *s, sala__cu_exec exec, const int *log, int launche
         total += sum[k];
     }
     printf("%-20s %9s %11.1f\n\n", "sum", "", total);
+}
+
+// Where the time of a prompt goes: every chunk's kernels in their places (see bench_trace; the last
+// one of a chunk is not seen), summed up. Prints a table.
+static int bench_prompt_kernels(sala *s, const int32_t *tokens, int64_t count, sala_error *err) {
+    static uint64_t trace[2 + 2 * 1024];
+    sala__gpu *g = &s->gpu;
+    sala__cuda *c = &g->cuda;
+    double sum[BENCH_KINDS] = {0}, total = 0;
+    int number[BENCH_KINDS] = {0}, log[1024], code = 1;
+    sala_request ask;
+    sala_event e;
+    sala__cu_memory at = bench_trace_at(s);
+    if (!at) return 0;
+    memset(&ask, 0, sizeof ask);
+    ask.tokens = tokens;
+    ask.token_count = count;
+    ask.max_tokens = 1;
+    if (sala_submit(s, &ask, err) < 0) return -1;
+    g->log = log;
+    while (code > 0) {
+        g->launches = 0;
+        if (sala__cuda_enter(c, err) < 0) return -1;
+        sala__cuda_fill(c, at, 0, 8, NULL);
+        sala__cuda_leave(c);
+        code = sala_step(s, err);
+        while (sala_next_event(s, &e)) continue;
+        if (sala__cuda_enter(c, err) < 0) return -1;
+        sala__cuda_download(c, trace, at, sizeof trace, NULL);
+        sala__cuda_wait(c, NULL);
+        sala__cuda_leave(c);
+        for (int i = 0; i + 1 < g->launches && g->launches < 1000; i++) {
+            sum[log[i]] += (double)(trace[2 + 2 * i + 3] - trace[2 + 2 * i + 1]) * 1e-6;
+            number[log[i]]++;
+        }
+    }
+    g->log = NULL;
+    for (int k = 0; k < BENCH_KINDS; k++) total += sum[k];
+    printf("\na prompt of %lld tokens, kernels in their places\n%-26s %9s %11s %7s\n",
+           (long long)count, "kernel", "launches", "ms", "share");
+    for (int k = 0; k < BENCH_KINDS; k++)
+        if (number[k])
+            printf("%-26s %9d %11.2f %5.1f %%\n", bench_kind(k), number[k], sum[k],
+                   100 * sum[k] / total);
+    printf("%-26s %9s %11.2f\n", "sum", "", total);
+    return code;
 }
 
 // Where the time of the last step went: each kernel alone (all its launches of a step, back to back),
