@@ -81,8 +81,8 @@
    - Zero means default in every options field, so start from zeroed memory.
    -------------------------------------------------------------------------------------------- */
 
-#define SALA_VERSION "0.2.0"
-#define SALA_VERSION_NUMBER 200 // major * 10000 + minor * 100 + patch
+#define SALA_VERSION "0.3.0"
+#define SALA_VERSION_NUMBER 300 // major * 10000 + minor * 100 + patch
 
 #ifdef SALA_STATIC
 #define SALA_API static __attribute__((unused))
@@ -9116,6 +9116,7 @@ SALA_API int sala_check_weights(sala *s, sala_error *err) {
 
 /*
     HISTORY
+      0.3.0  CUDA: kernels of prefill
       0.2.0  CUDA: kernels of the verify pass in BF16, compiled at run time
       0.1.0  the CPU: loader, tokenizer, sampler, prefill and verify, events
 

@@ -222,30 +222,96 @@ static void test_graphs_change_nothing(void) {
     session_close(&without);
 }
 
-static void test_continued_sequence(void) {
-    int32_t tokens[200];
-    check_seed = 41;
-    random_tokens(tokens, 200, 2000);
-    sala_options o = cuda_options(2, 64);
-    session t = session_open(SALA_TINY, &o);
-    sala_request r = request_of(tokens, 70, 5);
+// A chat of two turns: a prompt of `prompt` tokens, `chosen` tokens, then `more` tokens of which the first ones end
+// a pending path; all tokens are forced, so that every engine has the same history.
+static outcome *two_turns(session *t, const int32_t *tokens, int prompt, int chosen, int more) {
+    sala_request r = request_of(tokens, prompt, chosen);
+    request_force(&r, tokens + prompt, chosen);
     r.keep = 1;
-    outcome first = *session_do(&t, &r);
-    sala_request more = request_of(tokens + 70, 30, 5);
-    more.sequence = first.sequence;
-    more.want_rows = SALA_ROWS_GENERATED;
-    outcome *b = session_do(&t, &more);
-    int32_t replay[110];
-    memcpy(replay, tokens, 70 * 4);
-    memcpy(replay + 70, t.out[0].tokens, 5 * 4);
-    memcpy(replay + 75, tokens + 70, 30 * 4);
-    sala_request whole = request_of(replay, 105, 5);
-    whole.want_rows = SALA_ROWS_GENERATED;
-    outcome *c = session_do(&t, &whole);
-    b = &t.out[1];
-    CHECK(same_choices(b, c), "a continued chat differs from its replay");
-    CHECK(first_difference(&t, b, c, 105, 109) < 0, "in bits");
+    int64_t sequence = session_do(t, &r)->sequence;
+    r = request_of(tokens + prompt + chosen, more, 5);
+    r.sequence = sequence;
+    r.want_rows = SALA_ROWS_GENERATED;
+    return session_do(t, &r);
+}
+
+// The second turn begins where no tile begins, on states into which a pending path was folded.
+static void test_continued_sequence(void) {
+    int32_t tokens[400];
+    check_seed = 41;
+    random_tokens(tokens, 400, 2000);
+    const int prompt = 70, chosen = 5, more = quick ? 80 : 300, all = prompt + chosen + more;
+    outcome *first = NULL;
+    session t[2];
+    for (int i = 0; i < 2; i++) {
+        sala_options o = cuda_options(2, 64);
+        o.chunk = i ? 64 : 512;
+        t[i] = session_open(SALA_TINY, &o);
+        outcome *b = two_turns(&t[i], tokens, prompt, chosen, more);
+        if (i == 0) first = b;
+        CHECK(same_choices(b, first), "chunks of %d: other tokens", o.chunk);
+        CHECK(first_difference(&t[i], b, first, all, all + 4) < 0, "chunks of %d: other bits",
+              o.chunk);
+    }
+    sala_options o = cuda_options(1, 64); // and on the CPU
+    o.device = "cpu";
+    session c = session_open(SALA_TINY, &o);
+    outcome *b = two_turns(&c, tokens, prompt, chosen, more);
+    size_t vocab = (size_t)c.info.vocab;
+    const float *x = first->logits + (size_t)all * vocab, *y = b->logits + (size_t)all * vocab;
+    if (b->tokens[0] == first->tokens[0])
+        CHECK(relative(x, y, vocab) < 0.03, "|GPU - CPU| / |CPU| is %g", relative(x, y, vocab));
+    session_close(&c);
+    session_close(&t[0]);
+    session_close(&t[1]);
+}
+
+// What sala_open takes is what the plan says. A driver hands memory out in pieces of up to 2 MiB.
+static void test_memory_plan(void) {
+    sala_options o = cuda_options(4, 64);
+    o.context = quick ? 4096 : 1 << 20;
+    o.chunk = 2048;
+    double before, after, total;
+    session holds = session_open(SALA_TINY, &o); // the context and what else the driver takes once
+    sala__cuda *c = &holds.engine->gpu.cuda;
+    if (sala__cuda_enter(c, NULL) < 0) die("cuda", "enter");
+    sala__cuda_free_memory(c, &before, &total);
+    session t = session_open(SALA_TINY, &o);
+    sala__cuda_free_memory(c, &after, &total);
+    sala__cuda_leave(c);
+    double taken = before - after, planned = (double)t.info.total_bytes / (1 << 20);
+    printf("      %.1f MiB planned, %.1f MiB taken\n", planned, taken);
+    CHECK(taken > planned * 0.98 && taken < planned * 1.02 + (quick ? 0.1 : 100),
+          "%.1f MiB planned, %.1f MiB taken", planned, taken);
     session_close(&t);
+    session_close(&holds);
+}
+
+// Pages whose elements lie beyond 2^31 in their pools hold the same numbers as others: only on a
+// GPU, where there is memory for them (30 GB).
+static void test_far_pages(void) {
+    int32_t tokens[1000];
+    int n = long_prompt(tokens);
+    outcome *first = NULL;
+    session t[2];
+    if (quick) return;
+    for (int i = 0; i < 2; i++) {
+        sala_options o = cuda_options(2, 64);
+        if (i) o.kv_tokens = (int64_t)18 << 20;
+        t[i] = session_open(SALA_TINY, &o);
+        sala *s = t[i].engine;
+        for (int64_t p = 0; p < s->free_page_count && i; p++) s->free_pages[p] = (int32_t)p;
+        CHECK(!i || (int64_t)s->plan.page_kv * s->free_page_count > (int64_t)1 << 31,
+              "too few pages");
+        sala_request r = request_of(tokens, n, 8);
+        r.want_rows = SALA_ROWS_GENERATED;
+        outcome *out = session_do(&t[i], &r);
+        if (i == 0) first = out;
+        CHECK(same_choices(out, first), "other tokens");
+        CHECK(first_difference(&t[i], out, first, n, n + 7) < 0, "other bits");
+    }
+    session_close(&t[0]);
+    session_close(&t[1]);
 }
 
 // The tokens that the device chose are those that the sampler of the host chooses from its logits.
@@ -380,6 +446,8 @@ int main(int argc, char **argv) {
                                         TEST(test_chunk_invariance_and_determinism),
                                         TEST(test_graphs_change_nothing),
                                         TEST(test_continued_sequence),
+                                        TEST(test_memory_plan),
+                                        TEST(test_far_pages),
                                         TEST(test_sampling),
                                         TEST(test_logprobs_and_force),
                                         TEST(test_two_engines),

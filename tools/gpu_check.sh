@@ -1,10 +1,12 @@
 #!/bin/sh
 # What only a GPU can tell, in stages of at most ten minutes each:
 #
-#   sh tools/gpu_check.sh kernels     every kernel against its C twin (build/test_kernels)
+#   sh tools/gpu_check.sh kernels     every kernel against its C twin (build/test_kernels, build/test_prefill)
 #   sh tools/gpu_check.sh engine      the whole engine, its promises and golden texts (build/test_cuda)
 #   sh tools/gpu_check.sh sanitizer   compute-sanitizer over a short run, where it is installed
-#   sh tools/gpu_check.sh bench       compile times, tokens a second, and PyTorch beside them
+#   sh tools/gpu_check.sh needles     sala-tiny's needle tasks at 2K to 16K tokens beside its model card
+#   sh tools/gpu_check.sh bench       decoding: compile times, tokens a second, and PyTorch beside them
+#   sh tools/gpu_check.sh prefill     prompts of 32K to 1M tokens, where their time goes, yardsticks
 #   sh tools/gpu_check.sh all
 #
 # SALA_TEST_GPU is the number of the device (0). The logs of all steps, and what they write, go to $OUT
@@ -57,13 +59,14 @@ header() {
 }
 
 build() {
-    step build 300 make -j4 sala build/test_kernels build/test_cuda
+    step build 300 make -j4 sala build/test_kernels build/test_prefill build/test_cuda
 }
 
 kernels() {
     header "kernels against their C twins"
     build
-    SHOW=40 step kernels 560 build/test_kernels
+    SHOW=40 step kernels 300 build/test_kernels
+    SHOW=40 step prefill-kernels 300 build/test_prefill
 }
 
 engine() {
@@ -90,33 +93,60 @@ sanitizer() {
     done
 }
 
-# nine NAME ARGUMENTS...: sala bench of the 9B geometry with random weights and a random cache
+# At most two of a length's tasks (of a kind, 32 to 96) may fall out otherwise than on the model card.
+needles() {
+    header "needle tasks by length"
+    build
+    for length in 2048 4096 8192 16384; do
+        tasks=build/needles-$length.jsonl
+        python3 tools/tiny/needles.py "$length" >"$tasks"
+        ./sala eval --device "$device" --context 20480 --tasks "$tasks" --json -q >build/needles.json
+        SHOW=2 step "needles-$length" 60 python3 -c "
+import json
+card = json.load(open('models/sala-tiny/eval_baseline.json'))['needle_by_length']['$length']
+got = json.load(open('build/needles.json'))['tasks']
+for kind in ('needle', 'needle_word'):
+    n, here, there = got[kind]['n'], got[kind]['exact'], card[kind + '_sparse']
+    print('%s of $length tokens, %d tasks: %.3f exact, model card %.3f' % (kind, n, here, there))
+    assert abs(here - there) * n < 2.5"
+    done
+}
+
+# nine NAME ARGUMENTS...: sala bench of the 9B geometry with random weights
 nine() {
     name=$1
     shift
-    step "$name" 120 ./sala bench --device "$device" --synthetic -m "$nine_config" --fill "$@"
+    step "$name" "${LIMIT:-120}" ./sala bench --device "$device" --synthetic -m "$nine_config" --no-roofline "$@"
+}
+
+filled() { # the same with a random cache instead of a prompt
+    nine "$@" --fill
 }
 
 bench() {
-    header "speed"
+    header "decoding"
     build
     rm -rf "$SALA_CACHE"
     for cache in cold warm; do # seconds until the first token: kernels compiled, then from the cache
         SHOW=1 step "first-token-$cache" 120 ./sala run -n 1 --device "$device"
     done
-    SHOW=4 nine decode-1 --prompt-tokens 4096 --gen-tokens 256 --repeat 3
-    SHOW=4 nine decode-8 --prompt-tokens 4096 --gen-tokens 200 --repeat 2 --parallel 8 --no-roofline
-    SHOW=4 nine decode-16 --prompt-tokens 4096 --gen-tokens 200 --repeat 2 --parallel 16 --no-roofline
-    SHOW=4 nine decode-64 --prompt-tokens 4096 --gen-tokens 200 --repeat 2 --parallel 64 --no-roofline
-    SHOW=4 nine chains --prompt-tokens 8192 --gen-tokens 200 --repeat 2 --chains --no-roofline
-    SHOW=4 nine decode-8k --prompt-tokens 8192 --gen-tokens 200 --repeat 2 --no-roofline
-    SHOW=4 nine decode-512k --prompt-tokens 524288 --gen-tokens 200 --repeat 2 --no-roofline
-    SHOW=4 nine sampled --prompt-tokens 4096 --gen-tokens 200 --repeat 2 --no-roofline --sampled
-    export SALA_TRACE=1 # kernels in their place in the step
-    SHOW=60 nine table-1 --prompt-tokens 4096 --gen-tokens 8 --repeat 1 --no-roofline --kernels
-    SHOW=60 nine table-64 --prompt-tokens 4096 --gen-tokens 8 --repeat 1 --no-roofline --kernels --parallel 64
-    SHOW=60 nine table-1m --prompt-tokens 1048500 --gen-tokens 8 --repeat 1 --no-roofline --kernels --chains
-    unset SALA_TRACE
+    export SHOW=4
+    step decode-1 120 ./sala bench --device "$device" --synthetic -m "$nine_config" --fill \
+        --prompt-tokens 4096 --gen-tokens 256 --repeat 3 # with the read bandwidth
+    filled decode-8 --prompt-tokens 4096 --gen-tokens 200 --repeat 2 --parallel 8
+    filled decode-16 --prompt-tokens 4096 --gen-tokens 200 --repeat 2 --parallel 16
+    filled decode-64 --prompt-tokens 4096 --gen-tokens 200 --repeat 2 --parallel 64
+    filled chains --prompt-tokens 8192 --gen-tokens 200 --repeat 2 --chains
+    filled decode-8k --prompt-tokens 8192 --gen-tokens 200 --repeat 2
+    filled decode-64k --prompt-tokens 65536 --gen-tokens 200 --repeat 2
+    filled decode-512k --prompt-tokens 524288 --gen-tokens 200 --repeat 2
+    filled decode-1m --prompt-tokens 1048320 --gen-tokens 200 --repeat 2
+    filled sampled --prompt-tokens 4096 --gen-tokens 200 --repeat 2 --sampled
+    export SALA_TRACE=1 SHOW=60 # kernels in their place in the step
+    filled table-1 --prompt-tokens 4096 --gen-tokens 8 --repeat 1 --kernels
+    filled table-64 --prompt-tokens 4096 --gen-tokens 8 --repeat 1 --kernels --parallel 64
+    filled table-1m --prompt-tokens 1048320 --gen-tokens 8 --repeat 1 --kernels --chains
+    unset SALA_TRACE SHOW
     if python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
         SHOW=40 step torch 240 python3 tools/torch_baseline.py --json "$out/torch.json"
     else
@@ -124,18 +154,40 @@ bench() {
     fi
 }
 
+prefill() {
+    header "prompts"
+    build
+    export SHOW=4
+    nine prompt-64 --prompt-tokens 64 --gen-tokens 4 --repeat 5
+    nine prompt-512 --prompt-tokens 512 --gen-tokens 4 --repeat 5
+    nine prompt-2k --prompt-tokens 2048 --gen-tokens 4 --repeat 5
+    nine prompt-8k --prompt-tokens 8192 --gen-tokens 4 --repeat 3
+    nine prompt-32k --prompt-tokens 32768 --gen-tokens 64 --repeat 2
+    nine prompt-128k --prompt-tokens 131072 --gen-tokens 64 --repeat 2
+    export SALA_TRACE=1 SHOW=30
+    nine shares-8k --prompt-tokens 8192 --gen-tokens 1 --repeat 1 --kernels
+    nine shares-128k --prompt-tokens 131072 --gen-tokens 1 --repeat 1 --kernels
+    unset SALA_TRACE
+    if python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
+        SHOW=12 step torch-prefill 120 python3 tools/torch_prefill.py --json "$out/torch_prefill.json"
+    else
+        skip torch-prefill "there is no PyTorch with CUDA"
+    fi
+    export SHOW=4 LIMIT=240
+    nine prompt-512k --prompt-tokens 524288 --gen-tokens 128 --repeat 1
+    nine prompt-1m --prompt-tokens 1048320 --gen-tokens 128 --repeat 1
+    unset SHOW LIMIT
+}
+
 [ $# -gt 0 ] || set -- all
 for stage in "$@"; do
     case $stage in
-    kernels | engine | sanitizer | bench) $stage ;;
+    kernels | engine | sanitizer | needles | bench | prefill) $stage ;;
     all)
-        kernels
-        engine
-        sanitizer
-        bench
+        for each in kernels engine sanitizer needles bench prefill; do $each; done
         ;;
     *)
-        echo "gpu_check.sh: there is no stage '$stage'; there are: kernels engine sanitizer bench all" >&2
+        echo "gpu_check.sh: there is no stage '$stage'; there are: kernels engine sanitizer needles bench prefill all" >&2
         exit 2
         ;;
     esac

@@ -1,0 +1,27 @@
+"""Needle tasks for `sala eval --tasks`, the ones that sala-tiny's model card reports: a sentence to be found in a haystack
+of about LENGTH tokens. Same seeds, same items.
+
+    python3 tools/tiny/needles.py LENGTH [NUMBER] >needles.jsonl       NUMBER items of each of the two kinds"""
+import json
+import random
+import sys
+
+import gen
+
+CARD = {512: 96, 1024: 96, 2048: 96, 4096: 64, 8192: 48, 16384: 32, 32768: 8}  # items of each kind
+
+
+def main():
+    if len(sys.argv) not in (2, 3) or not all(a.isdigit() for a in sys.argv[1:]):
+        sys.exit(__doc__)
+    length = int(sys.argv[1])
+    number = int(sys.argv[2]) if len(sys.argv) == 3 else CARD.get(length, 8)
+    for kind in ("needle", "needle_word"):
+        r = random.Random(gen.EVAL_SEED + 1000 + length)
+        for i in range(number):
+            user, answer, gold = gen.task(r, kind, length, True).turns[0]
+            print(json.dumps({"id": f"{kind}-{length}-{i}", "task": kind, "user": user, "gold": [gold], "target": answer},
+                             ensure_ascii=False))
+
+
+main()
