@@ -598,7 +598,7 @@ static void info_print(const sala_info *i, const char *path) {
     char human[32], exact[32];
     int n = info_rows(i, rows);
     printf("%-28s %s\n", "path", path);
-    if (i->device) printf("%-28s %s\n", "device", i->device);
+    printf("%-28s %s\n", "device", i->device);
     if (i->weight_format) printf("%-28s %s\n", "weight format", i->weight_format);
     if (i->chat_template) printf("%-28s %s\n", "chat template", i->chat_template);
     printf("%-28s %.2f\n", "bits per weight", i->bits_per_weight);

@@ -322,8 +322,8 @@ SALA_API int sala_next_event(sala *engine, sala_event *event);
 // ---- what runs ----
 
 typedef struct sala_info {
+    char device[320];          // "CPU, 2 threads, AVX-512", "cuda:0, NVIDIA H200, ..."
     const char *path;          // as opened
-    const char *device;        // "CPU, 2 threads, AVX-512", "cuda:0, NVIDIA H200, ..."
     const char *weight_format; // "BF16"
     const char *chat_template; // "chatml" or "none"
     int vocab, hidden, layers, sparse_layers, lightning_layers, heads, kv_heads, head_dim;
@@ -358,7 +358,7 @@ SALA_API void sala_get_info(sala *engine, sala_info *info); // pointers valid un
 // Read every weight once: NaN and infinity are an error that names tensor and index.
 SALA_API int sala_check_weights(sala *engine, sala_error *error);
 
-// The plan alone: what sala_open would take, without taking it. Strings in `info` are then NULL.
+// The plan alone: what sala_open would take, without taking it. Pointers in `info` are then NULL.
 SALA_API int sala_plan(const char *path, const sala_options *options, sala_info *info,
                        sala_error *error);
 
@@ -7120,7 +7120,7 @@ typedef struct sala__event { // its text and list of logprobs are offsets until 
 struct sala {
     sala__env env;
     sala_options options;
-    char *path, *device;
+    char *path;
     sala__config config;
     sala__checkpoint checkpoint;
     sala__weights weights;
@@ -7620,8 +7620,7 @@ static int sala__allocate(sala *s, sala_error *err) {
     return code < 0 ? code : sala__fill_tables(s, err);
 }
 
-static int sala__name_device(sala *s, sala_error *err) {
-    char text[400];
+static void sala__name_device(const sala *s, char *text, size_t size) {
 #if defined(__AVX512F__)
     const char *simd = ", AVX-512";
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -7632,14 +7631,12 @@ static int sala__name_device(sala *s, sala_error *err) {
     const char *simd = ", no SIMD with fma: slow";
 #endif
     const sala__cuda *c = &s->gpu.cuda;
-    int n = s->on_gpu ? snprintf(text, sizeof text, "cuda:%d, %s, %.1f GiB, %s", c->ordinal,
-                                 c->name, (double)c->total_bytes / (1 << 30), c->architecture)
-                      : snprintf(text, sizeof text, "CPU, %d thread%s%s", s->options.threads,
-                                 s->options.threads == 1 ? "" : "s", simd);
-    s->device = (char *)sala__alloc(&s->env, (size_t)n + 1, 1, "a name", err);
-    if (!s->device) return SALA_E_MEMORY;
-    memcpy(s->device, text, (size_t)n + 1);
-    return 0;
+    if (s->on_gpu)
+        snprintf(text, size, "cuda:%d, %s, %.1f GiB, %s", c->ordinal, c->name,
+                 (double)c->total_bytes / (1 << 30), c->architecture);
+    else
+        snprintf(text, size, "CPU, %d thread%s%s", s->options.threads,
+                 s->options.threads == 1 ? "" : "s", simd);
 }
 
 // Left to the driver, and for a moment to weights on their way (see sala__gpu_weights).
@@ -7700,7 +7697,6 @@ static int sala__open_cpu(sala *s, sala_error *err) {
 // Plan, take and fill everything that the operations work on.
 static int sala__start(sala *s, sala_error *err) {
     int code = sala__make_plan(s, err);
-    if (code == 0) code = sala__name_device(s, err);
     if (code == 0 && s->on_gpu) code = sala__cuda_enter(&s->gpu.cuda, err);
     if (code < 0) return code;
     if (s->on_gpu) code = sala__gpu_open(&s->gpu, &s->config.dims, err);
@@ -7729,7 +7725,6 @@ static void sala__stop(sala *s) {
     }
     sala__release(&env, s->pages);
     sala__release(&env, s->nodes);
-    sala__release(&env, s->device);
     sala__buffer b[SALA__BUFFERS];
     int n = sala__buffers(s, b);
     for (int i = 0; i < n; i++) {
@@ -7741,7 +7736,6 @@ static void sala__stop(sala *s) {
     sala__weights_free(&env, &s->gpu_weights);
     s->pages = NULL;
     s->nodes = NULL;
-    s->device = NULL;
     s->cpu_open = s->on_gpu = 0;
 }
 
@@ -7836,7 +7830,7 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
     const sala__plan *p = &s->plan;
     memset(info, 0, sizeof *info);
     info->path = s->path;
-    info->device = s->device;
+    sala__name_device(s, info->device, sizeof info->device);
     static const char *const formats[] = {"BF16", "F16", "F32"};
     int format = s->weights.layers ? s->weights.layers[0].q.format : SALA_BF16;
     info->weight_format = formats[format];
@@ -7908,7 +7902,7 @@ SALA_API int sala_plan(const char *path, const sala_options *options, sala_info 
         }
         s->free_page_count = s->plan.pages;
         sala_get_info(s, info);
-        info->path = info->device = info->weight_format = info->chat_template = NULL;
+        info->path = info->weight_format = info->chat_template = NULL;
         info->eos = NULL;
         info->eos_count = 0;
     }

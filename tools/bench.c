@@ -450,8 +450,7 @@ static int sala_bench(int argc, char **argv) {
         if (a.options.kv_tokens < a.options.context) a.options.kv_tokens = a.options.context;
         b->engine = cli_open(&a);
         if (b->engine && !b->engine->on_gpu && (b->fill || b->kernels))
-            a.code = cli_fail(CLI_USAGE, "--fill and --kernels need a GPU (device is %s)",
-                              b->engine->device);
+            a.code = cli_fail(CLI_USAGE, "--fill and --kernels need a GPU: this is the CPU");
         else if (b->engine && b->engine->on_gpu && b->gemm)
             a.code = cli_fail(CLI_USAGE, "--gemm measures the CPU: add --device cpu");
         else if (b->engine)
