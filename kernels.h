@@ -579,12 +579,27 @@ enum { SALA_PRODUCT_PLAIN, SALA_PRODUCT_SWIGLU, SALA_PRODUCT_NORM };
 typedef struct sala_product_args {
     int32_t kind;
     int32_t splits, row_tiles, items; // items: tiles * splits * row_tiles
-    int32_t tiles[SALA_GEMM_MAX];     // of SALA_GEMM_ROWS rows, of each weight
+    int32_t tiles[SALA_GEMM_MAX];     // of SALA_GEMM_ROWS (or a prefill shape's) rows, of each weight
+    int32_t shape;                    // prefill: index into SALA_PREFILL_SHAPES
     sala_gemm_args gemm;
     sala_norm_args norm; // this and what follows as in sala_gemm_norm_args
     float *partial;
     int32_t *arrivals;
 } sala_product_args;
+
+// Tiles of prefill's products: X(number, tall, wide, clocks). Four warps, two by two, of 16 * tall
+// weight rows and 8 * wide rows of x each; as many stages of 64 k as there is room for. clocks: of a
+// multiprocessor that takes two tiles 64 k further, on an H200; the launcher compares them.
+#define SALA_PREFILL_SHAPES(X)                                                                     \
+    X(0, 4, 8, 2173)                                                                               \
+    X(1, 4, 4, 1343)                                                                               \
+    X(2, 2, 4, 818)                                                                                \
+    X(3, 2, 2, 626)
+#define SALA_PREFILL_THREADS 128
+#define SALA_PREFILL_BAND 2048 // rows of x that are multiplied with all weights before the next
+#define SALA_PREFILL_SHARED (96 << 10)
+#define SALA_PREFILL_STAGE(tall, wide) (((tall) * 32 + (wide) * 16) * 128) // bytes
+#define SALA_PREFILL_STAGES(tall, wide) (SALA_PREFILL_SHARED / SALA_PREFILL_STAGE(tall, wide))
 
 #define SALA_SELECT_PART 128 // rows of tier 2, or blocks, that one unit of block selection takes
 #define SALA_ATTEND_PART 2   // listed blocks that one unit of attention takes
@@ -666,7 +681,7 @@ typedef struct sala_sample_args {
     X(attend_combine, sala_attend_args, 256)                                                       \
     X(sample, sala_sample_args, 1024)                                                              \
     X(commit, sala_commit_args, 128)                                                               \
-    X(prefill_gemm, sala_product_args, 256)                                                        \
+    X(prefill_gemm, sala_product_args, 128)                                                        \
     X(prefill_gla, sala_gla_args, 256)                                                             \
     X(prefill_store, sala_store_args, 256)                                                         \
     X(prefill_tiers, sala_store_args, 256)                                                         \

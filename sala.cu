@@ -1955,11 +1955,233 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 }
 
 // ---- 14. prefill: matrix products
+// With many rows of x the tensor cores are the limit, so here a block keeps a tile of results in
+// registers, four warps of up to 64 x 64, and walks along all of k. Weights are the MMA's A operand,
+// as they lie packed. Every result is one chain of MMAs along k, whatever the shape of the tile: the
+// same bits for every number of rows. Two blocks a multiprocessor: one multiplies while the other
+// waits, begins or stores.
 
-extern "C" __global__ void __launch_bounds__(256, 1)
+// The copies of one thread: where the next ones come from and go to.
+typedef struct sala_prefill_feed {
+    int left, slot;             // stages that are still to be copied; where the next one goes
+    int rows, tiles;            // rows of x from the thread's first, tiles of 64 weight rows
+    int64_t stride;             // bytes from a tile's stage to its next
+    const unsigned char *w, *x; // the first 16 bytes of each
+} sala_prefill_feed;
+
+// The place of a tile. Its first weight row counts from the beginning of its weight.
+typedef struct sala_prefill_tile {
+    int weight, row, token;
+} sala_prefill_tile;
+
+// In a band the rows of x vary fastest, so that the blocks which run at the same time make up a
+// square of results, and find most of what they read in L2.
+SALA_DEVICE sala_prefill_tile sala_prefill_find(const sala_product_args *a, int rows, int tokens) {
+    sala_prefill_tile at;
+    int columns = a->items / a->row_tiles, wide = SALA_PREFILL_BAND / tokens;
+    int first = (int)blockIdx.x / (columns * wide) * wide;
+    int item = (int)blockIdx.x - first * columns;
+    if (wide > a->row_tiles - first) wide = a->row_tiles - first;
+    at.token = (first + item % wide) * tokens;
+    at.row = item / wide;
+    at.weight = 0;
+#pragma unroll 1
+    while (at.row >= a->tiles[at.weight]) at.row -= a->tiles[at.weight++];
+    at.row *= rows;
+    return at;
+}
+
+SALA_DEVICE sala_prefill_feed sala_prefill_begin(const sala_product_args *a,
+                                                 const sala_prefill_tile *at) {
+    sala_prefill_feed feed;
+    int pair = a->kind == SALA_PRODUCT_SWIGLU, thread = (int)threadIdx.x;
+    int k = a->gemm.w[0].k, tiles = ((a->gemm.w[at->weight].n << pair) + 63) >> 6;
+    feed.left = k >> 6;
+    feed.slot = 0;
+    feed.rows = a->gemm.rows - at->token - (thread >> 3);
+    feed.tiles = tiles - (at->row >> 6);
+    feed.stride = (int64_t)tiles * 8192;
+    feed.w = (const unsigned char *)a->gemm.w[at->weight].data + (int64_t)at->row * 128 + thread * 16;
+    feed.x = (const unsigned char *)(a->gemm.x + (int64_t)(at->token + (thread >> 3)) * k) +
+             (thread & 7) * 16;
+    return feed;
+}
+
+SALA_DEVICE int sala_prefill_turn(int tall, int wide, int slot) { // to the next stage's place
+    slot += SALA_PREFILL_STAGE(tall, wide);
+    int end = SALA_PREFILL_STAGES(tall, wide) * SALA_PREFILL_STAGE(tall, wide);
+    return slot == end ? 0 : slot;
+}
+
+// Copy one of `parts` of a stage, and turn to the next stage after the last one: weights as they
+// lie, and x, where units 0..3 and 4..7 of every other row change places (see sala_gemm_copy_x). What
+// does not exist is not copied: the rows and columns of an MMA do not mix, and its results are not
+// stored.
+SALA_DEVICE void sala_prefill_copy(const sala_product_args *a, int tall, int wide, int part,
+                                   int parts, sala_prefill_feed *feed) {
+    int thread = (int)threadIdx.x, row = thread >> 3, unit = (thread & 7) ^ (row & 1) * 4;
+    unsigned char *to = sala_shared() + feed->slot, *to_x = to + tall * 4096 + row * 128 + unit * 16;
+    int tiles = feed->left > 0 ? feed->tiles : 0, rows = feed->left > 0 ? feed->rows : 0;
+    int64_t step = (int64_t)a->gemm.w[0].k * 32; // 16 rows
+#pragma unroll
+    for (int i = part; i < tall * 2; i += parts)
+        if (i / 4 < tiles) sala_copy16(to + i * 2048 + thread * 16, feed->w + i * 2048);
+#pragma unroll
+    for (int i = parts - 1 - part; i < wide; i += parts)
+        if (i * 16 < rows) sala_copy16(to_x + i * 2048, feed->x + i * step);
+    if (part < parts - 1) return;
+    sala_copy_commit();
+    feed->left--;
+    feed->w += feed->stride;
+    feed->x += 128;
+    feed->slot = sala_prefill_turn(tall, wide, feed->slot);
+}
+
+SALA_DEVICE void sala_prefill_wait(int stages) { // until at most that many are on their way
+    if (stages == 1) SALA_COPY_WAIT(1);
+    if (stages == 2) SALA_COPY_WAIT(2);
+    if (stages == 4) SALA_COPY_WAIT(4);
+    if (stages == 6) SALA_COPY_WAIT(6);
+}
+
+// What a warp multiplies: weights of a step of 16 k and of the next one, x of 32 k.
+typedef struct sala_prefill_warp {
+    const unsigned char *from_w, *from_x; // the lane's first bytes in a stage
+    int flip;                             // from the first 32 k of x to the second
+    uint4 w[2][4], x[8];
+    float sum[4][8][4]; // tile of 16 weight rows, of eight rows of x
+} sala_prefill_warp;
+
+SALA_DEVICE void sala_prefill_load_w(int tall, int slot, int step, sala_prefill_warp *m) {
+#pragma unroll
+    for (int i = 0; i < tall; i++)
+        m->w[step & 1][i] = *(const uint4 *)(m->from_w + slot + i * 2048 + step * 512);
+}
+
+SALA_DEVICE void sala_prefill_load_x(int j, int slot, int step, sala_prefill_warp *m) {
+    m->x[j] = *(const uint4 *)(m->from_x + slot + (step >> 1) * m->flip + j * 1024);
+}
+
+// One stage, four steps; operands are loaded one step ahead. Before the last step all of the stage
+// is in registers and the next one must be there: that is where the barrier stands. The stage before
+// is overwritten meanwhile, a third in each step, so that no copy keeps an operand waiting for long.
+SALA_DEVICE void sala_prefill_multiply(const sala_product_args *a, int tall, int wide,
+                                       sala_prefill_feed *feed, int *slot, sala_prefill_warp *m) {
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        int next = (step + 1) & 3;
+        if (next == 0) {
+            *slot = sala_prefill_turn(tall, wide, *slot);
+            sala_prefill_wait(SALA_PREFILL_STAGES(tall, wide) - 2);
+            __syncthreads();
+        }
+        sala_prefill_load_w(tall, *slot, next, m);
+#pragma unroll
+        for (int j = 0; j < wide; j++) {
+#pragma unroll
+            for (int i = 0; i < tall; i++) {
+                const uint4 v = m->w[step & 1][i], u = m->x[j];
+                const uint32_t as[4] = {v.x, v.y, v.z, v.w};
+                const uint32_t bs[2] = {step & 1 ? u.z : u.x, step & 1 ? u.w : u.y};
+                sala_mma(m->sum[i][j], as, bs);
+            }
+            if (j == 0 && step < 3) sala_prefill_copy(a, tall, wide, step, 3, feed);
+            if (step & 1) sala_prefill_load_x(j, *slot, next, m);
+        }
+    }
+}
+
+// Eight results of a row of x from `column` on: to y, or onto the residual stream.
+SALA_DEVICE void sala_prefill_put(const sala_product_args *a, const sala_prefill_tile *at, int token,
+                                  int column, uint32_t r[4]) {
+    int64_t place = (int64_t)token * a->gemm.w[at->weight].n + column;
+    sala_act *to = a->gemm.y[at->weight] + place;
+    if (a->kind == SALA_PRODUCT_NORM) {
+        to = a->norm.x + place;
+        const uint4 old = *(const uint4 *)to;
+        const uint32_t x[4] = {old.x, old.y, old.z, old.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            r[i] = sala_pair(sala_low(x[i]) + sala_round(sala_low(r[i]) * a->norm.scale),
+                             sala_high(x[i]) + sala_round(sala_high(r[i]) * a->norm.scale));
+    }
+    *(uint4 *)to = make_uint4(r[0], r[1], r[2], r[3]);
+}
+
+// The results of a warp, rounded, pass through shared memory of its own, which since the last
+// barrier holds nothing that is wanted: blocks of 8 x 8, a row of
+// x across, rotated for the banks; ldmatrix turns four of them and gives each lane eight columns of
+// a row of x. With gate and up the blocks come in turns.
+SALA_DEVICE void sala_prefill_store(const sala_product_args *a, const sala_prefill_tile *at,
+                                    int tall, int wide, const sala_prefill_warp *m) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
+    int pair = a->kind == SALA_PRODUCT_SWIGLU, n = a->gemm.w[at->weight].n;
+    unsigned char *own = sala_shared() + warp * tall * wide * 256;
+#pragma unroll
+    for (int i = 0; i < 2 * tall * wide; i++) {
+        const float *d = &m->sum[i / wide / 2][i % wide][i / wide % 2 * 2];
+        int row = (lane >> 2) + i / wide * 2; // of the block
+        *(uint32_t *)(own + i * 128 + (row & 7) * 16 + (lane & 3) * 4) = sala_pair(d[0], d[1]);
+    }
+    __syncwarp();
+    int row = (lane >> 3) * 2 + (lane & 1), tile = at->row + (warp & 1) * tall * 16;
+#pragma unroll 1
+    for (int i = 0; i < (pair ? wide : tall * wide / 2); i++) { // four blocks, or pairs
+        int j = i % wide, first = i / wide * 4, token = at->token + ((warp >> 1) * wide + j) * 8;
+        int block = pair ? (lane & 6) & (2 * tall - 1) : first + (lane >> 1 & 3);
+        int column = (pair ? tile >> 1 : tile + first * 8) + (lane & 3) * 8;
+        uint32_t r[4], up[4];
+        sala_ldmatrix4_trans(r, own + (block * wide + j) * 128 + ((row + block * 2) & 7) * 16);
+        if (pair) {
+            block++;
+            sala_ldmatrix4_trans(up, own + (block * wide + j) * 128 + ((row + block * 2) & 7) * 16);
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                r[e] = sala_pair(sala_swiglu(sala_low(r[e]), sala_low(up[e])),
+                                 sala_swiglu(sala_high(r[e]), sala_high(up[e])));
+        }
+        token += lane >> 2;
+        bool exists = token < a->gemm.rows && column < n && (!pair || (lane & 3) < tall);
+        if (exists) sala_prefill_put(a, at, token, column, r);
+    }
+}
+
+// One tile of results.
+SALA_DEVICE void sala_prefill_run(const sala_product_args *a, int tall, int wide) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, odd = lane >> 2 & 1, slot = 0;
+    sala_prefill_tile at = sala_prefill_find(a, tall * 32, wide * 16);
+    sala_prefill_feed feed = sala_prefill_begin(a, &at);
+    sala_prefill_warp m = {};
+    m.from_w = sala_shared() + (warp & 1) * tall * 2048 + lane * 16;
+    m.from_x = sala_shared() + tall * 4096 + (warp >> 1) * wide * 1024 + (lane >> 2) * 128 +
+               odd * 64 + (lane & 3) * 16;
+    m.flip = odd ? -64 : 64;
+#pragma unroll 1
+    for (int i = 1; i < SALA_PREFILL_STAGES(tall, wide); i++)
+        sala_prefill_copy(a, tall, wide, 0, 1, &feed);
+    sala_prefill_wait(SALA_PREFILL_STAGES(tall, wide) - 2);
+    __syncthreads();
+    sala_prefill_load_w(tall, 0, 0, &m);
+#pragma unroll
+    for (int j = 0; j < wide; j++) sala_prefill_load_x(j, 0, 0, &m);
+#pragma unroll 1
+    for (int left = a->gemm.w[0].k >> 6; left > 0; left--)
+        sala_prefill_multiply(a, tall, wide, &feed, &slot, &m);
+    sala_prefill_store(a, &at, tall, wide, &m);
+}
+
+// y = x w^T, with SwiGLU, or onto the residual stream (the norm is a kernel of its own), where there
+// are many rows. Grid: one block a tile. Reads, from L2 for the most part, weights once for every
+// tile of rows of x and x once for every tile of weight rows; writes y once. Twins: sala__op_gemm,
+// sala__op_gemm_swiglu, sala__op_gemm_norm.
+extern "C" __global__ void __launch_bounds__(SALA_PREFILL_THREADS, 2)
     sala_prefill_gemm(const __grid_constant__ sala_product_args a) {
     sala_launch_next();
     sala_wait_grid();
+#define SALA_PREFILL_CASE(number, tall, wide, clocks)                                              \
+    if (a.shape == number) sala_prefill_run(&a, tall, wide);
+    SALA_PREFILL_SHAPES(SALA_PREFILL_CASE)
+#undef SALA_PREFILL_CASE
 }
 
 // ---- 15. prefill: lightning attention

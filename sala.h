@@ -6618,6 +6618,7 @@ typedef struct sala__gpu {
     int tree_slots; // saved states of branching trees, see sala_gla_verify; 0 for chains
     int early;      // kernels may start while the one before them ends (PDL)
     int prefill;    // the pass is a chunk of a prompt: operations take that form
+    int shape;      // tests: 1 + the shape of tiles that prefill's products take, 0: the fastest
     int variant;    // kind of a product, for the next line
     int only;       // benchmarks: 1 + 4 * kernel + variant that is launched alone, 0: all
     int launches;
@@ -6695,11 +6696,52 @@ static void sala__launch_commit(sala__gpu *g, const sala_commit_args *a) {
 
 // ---- launches: matrix products and norms ----
 
-static void sala__launch_prefill_product(sala__gpu *g, sala_product_args *a) {
-    (void)g, (void)a;
+static void sala__launch_norm(sala__gpu *g, const sala_norm_args *a) {
+    sala__launch(g, SALA__KERNEL_norm, (unsigned)a->rows, 1, 1, SALA_GEMM_SHARED, a);
 }
 
-// What all products have in common. Two blocks a multiprocessor take the items in turn.
+static const struct {
+    int rows, tokens, clocks; // of weights, of x; see SALA_PREFILL_SHAPES
+} sala__prefill_shapes[] = {
+#define SALA__PREFILL_ROW(number, tall, wide, clocks) {32 * (tall), 16 * (wide), clocks},
+    SALA_PREFILL_SHAPES(SALA__PREFILL_ROW)
+#undef SALA__PREFILL_ROW
+};
+
+#define SALA__PREFILL_SHAPE_COUNT                                                                  \
+    ((int)(sizeof sala__prefill_shapes / sizeof sala__prefill_shapes[0]))
+
+// Cut a product into tiles of a shape. Returns about how long it takes: rounds of two tiles a
+// multiprocessor times the clocks of one round; the last one may be half full.
+static int64_t sala__prefill_cut(const sala__gpu *g, sala_product_args *a, int shape) {
+    int rows = sala__prefill_shapes[shape].rows, tokens = sala__prefill_shapes[shape].tokens;
+    int pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1, tiles = 0;
+    for (int i = 0; i < a->gemm.count; i++)
+        tiles += a->tiles[i] = (pair * a->gemm.w[i].n + rows - 1) / rows;
+    a->shape = shape;
+    a->row_tiles = (a->gemm.rows + tokens - 1) / tokens;
+    a->items = tiles * a->row_tiles;
+    int64_t rounds = (a->items + g->multiprocessors - 1) / g->multiprocessors;
+    return (rounds / 2 * 3 + rounds % 2 * 2) * sala__prefill_shapes[shape].clocks;
+}
+
+// The shape of tiles that takes the least time; the results do not depend on it.
+static void sala__launch_prefill_product(sala__gpu *g, sala_product_args *a) {
+    int best = 0;
+    for (int shape = 1; shape < SALA__PREFILL_SHAPE_COUNT; shape++)
+        if (sala__prefill_cut(g, a, shape) < sala__prefill_cut(g, a, best)) best = shape;
+    if (g->shape) best = g->shape - 1;
+    sala__prefill_cut(g, a, best);
+    g->variant = a->kind;
+    sala__launch(g, SALA__KERNEL_prefill_gemm, (unsigned)a->items, 1, 1,
+                 SALA_PREFILL_SHARED, a);
+    g->variant = 0;
+    if (a->kind != SALA_PRODUCT_NORM) return;
+    a->norm.branch = NULL; // it is in x
+    sala__launch_norm(g, &a->norm);
+}
+
+// What all other products have in common. Two blocks a multiprocessor take the items in turn.
 static void sala__launch_product(sala__gpu *g, sala_product_args *a) {
     int pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1, tiles = 0;
     int most = 2 * g->multiprocessors;
@@ -6753,10 +6795,6 @@ static void sala__launch_gemm_norm(sala__gpu *g, const sala_gemm_norm_args *a) {
     p.partial = a->partial;
     p.arrivals = a->arrivals;
     sala__launch_product(g, &p);
-}
-
-static void sala__launch_norm(sala__gpu *g, const sala_norm_args *a) {
-    sala__launch(g, SALA__KERNEL_norm, (unsigned)a->rows, 1, 1, SALA_GEMM_SHARED, a);
 }
 
 // ---- launches: sparse attention ----

@@ -1,4 +1,5 @@
-// The kernels norm, gemm, gemm_swiglu and gemm_norm against their C twins. For test_kernels.c.
+// The kernels norm, gemm, gemm_swiglu and gemm_norm against their C twins. For test_kernels.c; the
+// cases serve the products of prefill too (prefill_gemm.h).
 //
 // Tolerances: a sum of products may be off by 2^-17 of the sum of their magnitudes (tensor cores
 // drop what lies below their accumulators); BF16 results then by one rounding.
@@ -29,12 +30,14 @@ static const sala_dims gemm_dims = {.vocab = 256,
                                     .lin_scale = 1};
 
 static sala__cpu gemm_cpu;
+static int gemm_prefill; // the form that the products take
 
 static void gemm_begin(void) {
     static const sala__env env = {NULL, NULL, NULL, NULL};
     sala_error err = {0, ""};
     check_seed = 7;
     device_open(&gemm_dims);
+    gpu->prefill = gemm_prefill;
     if (sala__cpu_open(&env, 1, sala__gemm_scratch(), &gemm_cpu, &err) < 0) exit(2);
 }
 
@@ -120,7 +123,7 @@ static void gemm_check_norm(const sala_norm_args *a, const sala_act *x, const sa
           a->width, bad_x, bad_y);
 }
 
-static void test_norm_case(int rows, int width, int branch, float divisor) {
+static inline void test_norm_case(int rows, int width, int branch, float divisor) {
     size_t count = (size_t)rows * (size_t)width, bytes = count * sizeof(sala_act);
     sala_norm_args cpu = {rows,
                           width,
@@ -147,7 +150,7 @@ static void test_norm_case(int rows, int width, int branch, float divisor) {
     gemm_free(cpu.branch), gemm_free(cpu.weight.data), free(cpu.x), free(cpu.y), free(x), free(y);
 }
 
-static void test_norm(void) {
+static inline void test_norm(void) {
     gemm_begin();
     test_norm_case(1, 1088, 1, 1);
     test_norm_case(3, 1088, 0, 1);
@@ -195,7 +198,7 @@ static void test_gemm_case(int rows, int k, int count, const int *n, int f32) {
     free(x), free(cpu.y_f32);
 }
 
-static void test_gemm(void) {
+static inline void test_gemm(void) {
     static const int one[] = {64}, several[] = {64, 128, 40, 8}, logits[] = {77}, wide[] = {300};
     gemm_begin();
     for (int rows = 1; rows <= 17; rows++) test_gemm_case(rows, 64, 1, one, 0);
@@ -242,7 +245,7 @@ static void test_gemm_swiglu_case(int rows, int k, int n) {
     free(x), free(got), free(cpu.y), free(cpu.scratch);
 }
 
-static void test_gemm_swiglu(void) {
+static inline void test_gemm_swiglu(void) {
     gemm_begin();
     test_gemm_swiglu_case(1, 128, 64);
     test_gemm_swiglu_case(7, 64, 192);
@@ -318,7 +321,7 @@ static void test_gemm_norm_case(int rows, int k, int width, int launches) {
     gemm_norm_close(&c);
 }
 
-static void test_gemm_norm(void) {
+static inline void test_gemm_norm(void) {
     gemm_begin();
     test_gemm_norm_case(1, 64, 64, 3);
     test_gemm_norm_case(1, 1024, 1088, 2);
@@ -332,7 +335,7 @@ static void test_gemm_norm(void) {
 // ---- promise 1: the same bits whatever runs beside a row ----
 
 // Rows `from` .. of a product among `rows` rows against the same rows alone; all three kernels.
-static void test_gemm_alone_case(int rows, int from, int count, int k, int n) {
+static inline void test_gemm_alone_case(int rows, int from, int count, int k, int n) {
     size_t in = (size_t)k * 2, out = (size_t)n * 2, f32 = (size_t)n * 4;
     sala_act *x = gemm_random((size_t)rows * (size_t)k, 1);
     sala_weight w = gemm_weight(n, k, 1), up = gemm_weight(n, k, 1);
@@ -358,7 +361,7 @@ static void test_gemm_alone_case(int rows, int from, int count, int k, int n) {
     gemm_free(w.data), gemm_free(up.data), free(x), free(all), free(alone);
 }
 
-static void test_gemm_norm_alone_case(int rows, int from, int k, int width) {
+static inline void test_gemm_norm_alone_case(int rows, int from, int k, int width) {
     gemm_norm_case c = gemm_norm_open(rows, k, width), one = c;
     size_t row = (size_t)width * 2;
     one.rows = one.a.norm.rows = 1;
@@ -373,7 +376,7 @@ static void test_gemm_norm_alone_case(int rows, int from, int k, int width) {
     gemm_norm_close(&c);
 }
 
-static void test_gemm_alone(void) {
+static inline void test_gemm_alone(void) {
     gemm_begin();
     test_gemm_alone_case(2, 1, 1, 576, 64);
     test_gemm_alone_case(17, 16, 1, 128, 64);
@@ -385,7 +388,7 @@ static void test_gemm_alone(void) {
 }
 
 // NaN, infinity and padding in one row stay there.
-static void test_gemm_nan(void) {
+static inline void test_gemm_nan(void) {
     enum { ROWS = 12, K = 128, N = 64 };
     gemm_begin();
     sala_act *x = gemm_random(ROWS * K, 1);

@@ -5,8 +5,12 @@
 #include "check.h"
 #include "device.h"
 
+#include "kernels_gemm.h"
+
+#include "prefill_gemm.h"
+
 int main(int argc, char **argv) {
-    static const check_entry tests[] = {{NULL, NULL}};
+    static const check_entry tests[] = {PREFILL_GEMM_TESTS};
     if (!device_exists()) {
         printf("skipped: no simulator (build/libsala_sim.so) and no SALA_TEST_GPU\n");
         printf("0 passed, 0 failed\n");
