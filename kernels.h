@@ -276,7 +276,7 @@ typedef struct sala_norm_args {
 
 // y_i[r, n] = sum_k x[r, k] * w_i[n, k] for up to four weights that read the same x. The same bits
 // for every number of rows, thread and place: the order of the sum is fixed by SALA_GEMM_K (and on
-// the CPU SALA_LANES, on a GPU sala_gemm_splits).
+// the CPU SALA_LANES, on a GPU sala_gemm_splits); in a GPU's prefill it is one chain along k.
 #define SALA_GEMM_MAX 4
 typedef struct sala_gemm_args {
     int32_t rows, count;
@@ -287,7 +287,8 @@ typedef struct sala_gemm_args {
 } sala_gemm_args;
 
 // branch = input w^T, then the norm above. A GPU never writes the branch: the blocks that arrive
-// last add up the splits and finish the rows.
+// last add up the splits and finish the rows; in prefill it goes into x at once, and the norm is a
+// kernel of its own.
 typedef struct sala_gemm_norm_args {
     const sala_act *input; // [rows, k]
     sala_weight w;         // [width, k]
@@ -579,8 +580,8 @@ enum { SALA_PRODUCT_PLAIN, SALA_PRODUCT_SWIGLU, SALA_PRODUCT_NORM };
 typedef struct sala_product_args {
     int32_t kind;
     int32_t splits, row_tiles, items; // items: tiles * splits * row_tiles
-    int32_t tiles[SALA_GEMM_MAX];     // of SALA_GEMM_ROWS (or a prefill shape's) rows, of each weight
-    int32_t shape;                    // prefill: index into SALA_PREFILL_SHAPES
+    int32_t tiles[SALA_GEMM_MAX]; // of SALA_GEMM_ROWS (or a prefill shape's) rows, of each weight
+    int32_t shape;                // prefill: index into SALA_PREFILL_SHAPES
     sala_gemm_args gemm;
     sala_norm_args norm; // this and what follows as in sala_gemm_norm_args
     float *partial;
@@ -591,14 +592,14 @@ typedef struct sala_product_args {
 // weight rows and 8 * wide rows of x each; as many stages of 64 k as there is room for. clocks: of a
 // multiprocessor that takes two tiles 64 k further, on an H200; the launcher compares them.
 #define SALA_PREFILL_SHAPES(X)                                                                     \
-    X(0, 4, 8, 2173)                                                                               \
+    X(0, 4, 8, 2130)                                                                               \
     X(1, 4, 4, 1343)                                                                               \
     X(2, 2, 4, 818)                                                                                \
     X(3, 2, 2, 626)
 #define SALA_PREFILL_THREADS 128
 #define SALA_PREFILL_BAND 2048 // rows of x that are multiplied with all weights before the next
 #define SALA_PREFILL_SHARED (96 << 10)
-#define SALA_PREFILL_STAGE(tall, wide) (((tall) * 32 + (wide) * 16) * 128) // bytes
+#define SALA_PREFILL_STAGE(tall, wide) (((tall)*32 + (wide)*16) * 128) // bytes
 #define SALA_PREFILL_STAGES(tall, wide) (SALA_PREFILL_SHARED / SALA_PREFILL_STAGE(tall, wide))
 
 #define SALA_SELECT_PART 128 // rows of tier 2, or blocks, that one unit of block selection takes

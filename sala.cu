@@ -2001,7 +2001,8 @@ SALA_DEVICE sala_prefill_feed sala_prefill_begin(const sala_product_args *a,
     feed.rows = a->gemm.rows - at->token - (thread >> 3);
     feed.tiles = tiles - (at->row >> 6);
     feed.stride = (int64_t)tiles * 8192;
-    feed.w = (const unsigned char *)a->gemm.w[at->weight].data + (int64_t)at->row * 128 + thread * 16;
+    feed.w =
+        (const unsigned char *)a->gemm.w[at->weight].data + (int64_t)at->row * 128 + thread * 16;
     feed.x = (const unsigned char *)(a->gemm.x + (int64_t)(at->token + (thread >> 3)) * k) +
              (thread & 7) * 16;
     return feed;
@@ -2009,27 +2010,25 @@ SALA_DEVICE sala_prefill_feed sala_prefill_begin(const sala_product_args *a,
 
 SALA_DEVICE int sala_prefill_turn(int tall, int wide, int slot) { // to the next stage's place
     slot += SALA_PREFILL_STAGE(tall, wide);
-    int end = SALA_PREFILL_STAGES(tall, wide) * SALA_PREFILL_STAGE(tall, wide);
-    return slot == end ? 0 : slot;
+    return slot == SALA_PREFILL_STAGES(tall, wide) * SALA_PREFILL_STAGE(tall, wide) ? 0 : slot;
 }
 
-// Copy one of `parts` of a stage, and turn to the next stage after the last one: weights as they
-// lie, and x, where units 0..3 and 4..7 of every other row change places (see sala_gemm_copy_x). What
-// does not exist is not copied: the rows and columns of an MMA do not mix, and its results are not
-// stored.
-SALA_DEVICE void sala_prefill_copy(const sala_product_args *a, int tall, int wide, int part,
-                                   int parts, sala_prefill_feed *feed) {
+// Copy a stage and turn to the next one: weights as they lie, and x, where units 0..3 and 4..7 of
+// every other row change places (see sala_gemm_copy_x). What does not exist is not copied: the rows
+// and columns of an MMA do not mix, and its results are not stored.
+SALA_DEVICE void sala_prefill_copy(const sala_product_args *a, int tall, int wide,
+                                   sala_prefill_feed *feed) {
     int thread = (int)threadIdx.x, row = thread >> 3, unit = (thread & 7) ^ (row & 1) * 4;
-    unsigned char *to = sala_shared() + feed->slot, *to_x = to + tall * 4096 + row * 128 + unit * 16;
+    unsigned char *to = sala_shared() + feed->slot,
+                  *to_x = to + tall * 4096 + row * 128 + unit * 16;
     int tiles = feed->left > 0 ? feed->tiles : 0, rows = feed->left > 0 ? feed->rows : 0;
     int64_t step = (int64_t)a->gemm.w[0].k * 32; // 16 rows
 #pragma unroll
-    for (int i = part; i < tall * 2; i += parts)
+    for (int i = 0; i < tall * 2; i++)
         if (i / 4 < tiles) sala_copy16(to + i * 2048 + thread * 16, feed->w + i * 2048);
 #pragma unroll
-    for (int i = parts - 1 - part; i < wide; i += parts)
+    for (int i = 0; i < wide; i++)
         if (i * 16 < rows) sala_copy16(to_x + i * 2048, feed->x + i * step);
-    if (part < parts - 1) return;
     sala_copy_commit();
     feed->left--;
     feed->w += feed->stride;
@@ -2063,8 +2062,8 @@ SALA_DEVICE void sala_prefill_load_x(int j, int slot, int step, sala_prefill_war
 }
 
 // One stage, four steps; operands are loaded one step ahead. Before the last step all of the stage
-// is in registers and the next one must be there: that is where the barrier stands. The stage before
-// is overwritten meanwhile, a third in each step, so that no copy keeps an operand waiting for long.
+// is in registers and the next one must be there: that is where the barrier stands. The first step
+// has the stage before this one overwritten.
 SALA_DEVICE void sala_prefill_multiply(const sala_product_args *a, int tall, int wide,
                                        sala_prefill_feed *feed, int *slot, sala_prefill_warp *m) {
 #pragma unroll
@@ -2085,64 +2084,71 @@ SALA_DEVICE void sala_prefill_multiply(const sala_product_args *a, int tall, int
                 const uint32_t bs[2] = {step & 1 ? u.z : u.x, step & 1 ? u.w : u.y};
                 sala_mma(m->sum[i][j], as, bs);
             }
-            if (j == 0 && step < 3) sala_prefill_copy(a, tall, wide, step, 3, feed);
+            if (j == 0 && step == 0) sala_prefill_copy(a, tall, wide, feed);
             if (step & 1) sala_prefill_load_x(j, *slot, next, m);
         }
     }
 }
 
-// Eight results of a row of x from `column` on: to y, or onto the residual stream.
-SALA_DEVICE void sala_prefill_put(const sala_product_args *a, const sala_prefill_tile *at, int token,
-                                  int column, uint32_t r[4]) {
-    int64_t place = (int64_t)token * a->gemm.w[at->weight].n + column;
-    sala_act *to = a->gemm.y[at->weight] + place;
-    if (a->kind == SALA_PRODUCT_NORM) {
-        to = a->norm.x + place;
-        const uint4 old = *(const uint4 *)to;
-        const uint32_t x[4] = {old.x, old.y, old.z, old.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            r[i] = sala_pair(sala_low(x[i]) + sala_round(sala_low(r[i]) * a->norm.scale),
-                             sala_high(x[i]) + sala_round(sala_high(r[i]) * a->norm.scale));
-    }
-    *(uint4 *)to = make_uint4(r[0], r[1], r[2], r[3]);
+// Where a lane's i-th eight results go: -1, or their place in y or the residual stream. With gate and
+// up, `wide` rounds of 8 rows of x give all columns of the warp, otherwise 32 of them.
+SALA_DEVICE int64_t sala_prefill_place(const sala_product_args *a, const sala_prefill_tile *at,
+                                       int tall, int wide, int i) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, n = a->gemm.w[at->weight].n;
+    int pair = a->kind == SALA_PRODUCT_SWIGLU, eight = i / wide * 4 + (lane & 3);
+    int column = ((at->row + (warp & 1) * tall * 16) >> pair) + eight * 8;
+    int token = at->token + ((warp >> 1) * wide + i % wide) * 8 + (lane >> 2);
+    bool exists = token < a->gemm.rows && column < n && (!pair || eight < tall);
+    return exists ? (int64_t)token * n + column : -1;
 }
 
 // The results of a warp, rounded, pass through shared memory of its own, which since the last
-// barrier holds nothing that is wanted: blocks of 8 x 8, a row of
-// x across, rotated for the banks; ldmatrix turns four of them and gives each lane eight columns of
-// a row of x. With gate and up the blocks come in turns.
+// barrier holds nothing that is wanted: blocks of 8 x 8, a row of x across, rotated for the banks;
+// ldmatrix turns four of them and gives each lane eight columns of a row of x. With gate and up the
+// blocks come in turns. What is added to comes there first, all of it at once.
 SALA_DEVICE void sala_prefill_store(const sala_product_args *a, const sala_prefill_tile *at,
                                     int tall, int wide, const sala_prefill_warp *m) {
-    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
-    int pair = a->kind == SALA_PRODUCT_SWIGLU, n = a->gemm.w[at->weight].n;
-    unsigned char *own = sala_shared() + warp * tall * wide * 256;
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, bytes = tall * wide * 256;
+    int pair = a->kind == SALA_PRODUCT_SWIGLU, add = a->kind == SALA_PRODUCT_NORM;
+    int rounds = pair ? wide : tall * wide / 2, row = (lane >> 3) * 2 + (lane & 1);
+    unsigned char *own = sala_shared() + warp * bytes, *old = own + 4 * bytes + lane * 16;
+#pragma unroll 1
+    for (int i = 0; add && i < rounds; i++) {
+        int64_t place = sala_prefill_place(a, at, tall, wide, i);
+        if (place >= 0) sala_copy16(old + i * 512, a->norm.x + place);
+    }
+    sala_copy_commit();
 #pragma unroll
     for (int i = 0; i < 2 * tall * wide; i++) {
         const float *d = &m->sum[i / wide / 2][i % wide][i / wide % 2 * 2];
-        int row = (lane >> 2) + i / wide * 2; // of the block
-        *(uint32_t *)(own + i * 128 + (row & 7) * 16 + (lane & 3) * 4) = sala_pair(d[0], d[1]);
+        int turned = ((lane >> 2) + i / wide * 2) & 7;
+        *(uint32_t *)(own + i * 128 + turned * 16 + (lane & 3) * 4) = sala_pair(d[0], d[1]);
     }
-    __syncwarp();
-    int row = (lane >> 3) * 2 + (lane & 1), tile = at->row + (warp & 1) * tall * 16;
+    SALA_COPY_WAIT(0);
 #pragma unroll 1
-    for (int i = 0; i < (pair ? wide : tall * wide / 2); i++) { // four blocks, or pairs
-        int j = i % wide, first = i / wide * 4, token = at->token + ((warp >> 1) * wide + j) * 8;
-        int block = pair ? (lane & 6) & (2 * tall - 1) : first + (lane >> 1 & 3);
-        int column = (pair ? tile >> 1 : tile + first * 8) + (lane & 3) * 8;
+    for (int i = 0; i < rounds; i++) {
+        __syncwarp(); // the blocks are there, and the warp is together
+        int block = pair ? (lane & 6) & (2 * tall - 1) : i / wide * 4 + (lane >> 1 & 3);
+        const unsigned char *from = own + (block * wide + i % wide) * 128;
+        int64_t place = sala_prefill_place(a, at, tall, wide, i);
         uint32_t r[4], up[4];
-        sala_ldmatrix4_trans(r, own + (block * wide + j) * 128 + ((row + block * 2) & 7) * 16);
-        if (pair) {
-            block++;
-            sala_ldmatrix4_trans(up, own + (block * wide + j) * 128 + ((row + block * 2) & 7) * 16);
+        sala_ldmatrix4_trans(r, from + ((row + block * 2) & 7) * 16);
+        if (pair) sala_ldmatrix4_trans(up, from + wide * 128 + ((row + block * 2 + 2) & 7) * 16);
+        if (place < 0) continue;
+        uint4 v = add ? *(const uint4 *)(old + i * 512) : make_uint4(0, 0, 0, 0);
+        const uint32_t x[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                r[e] = sala_pair(sala_swiglu(sala_low(r[e]), sala_low(up[e])),
-                                 sala_swiglu(sala_high(r[e]), sala_high(up[e])));
+        for (int e = 0; e < 4; e++) {
+            float low = sala_low(r[e]), high = sala_high(r[e]);
+            if (pair)
+                r[e] = sala_pair(sala_swiglu(low, sala_low(up[e])),
+                                 sala_swiglu(high, sala_high(up[e])));
+            if (add)
+                r[e] = sala_pair(sala_low(x[e]) + sala_round(low * a->norm.scale),
+                                 sala_high(x[e]) + sala_round(high * a->norm.scale));
         }
-        token += lane >> 2;
-        bool exists = token < a->gemm.rows && column < n && (!pair || (lane & 3) < tall);
-        if (exists) sala_prefill_put(a, at, token, column, r);
+        sala_act *to = add ? a->norm.x : a->gemm.y[at->weight];
+        *(uint4 *)(to + place) = make_uint4(r[0], r[1], r[2], r[3]);
     }
 }
 
@@ -2158,7 +2164,7 @@ SALA_DEVICE void sala_prefill_run(const sala_product_args *a, int tall, int wide
     m.flip = odd ? -64 : 64;
 #pragma unroll 1
     for (int i = 1; i < SALA_PREFILL_STAGES(tall, wide); i++)
-        sala_prefill_copy(a, tall, wide, 0, 1, &feed);
+        sala_prefill_copy(a, tall, wide, &feed);
     sala_prefill_wait(SALA_PREFILL_STAGES(tall, wide) - 2);
     __syncthreads();
     sala_prefill_load_w(tall, 0, 0, &m);

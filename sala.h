@@ -6711,8 +6711,8 @@ static const struct {
 #define SALA__PREFILL_SHAPE_COUNT                                                                  \
     ((int)(sizeof sala__prefill_shapes / sizeof sala__prefill_shapes[0]))
 
-// Cut a product into tiles of a shape. Returns about how long it takes: rounds of two tiles a
-// multiprocessor times the clocks of one round; the last one may be half full.
+// Cut a product into tiles of a shape. Returns about how long it takes: clocks of the rounds of two
+// tiles a multiprocessor, where a single tile takes three fifths of the time of two.
 static int64_t sala__prefill_cut(const sala__gpu *g, sala_product_args *a, int shape) {
     int rows = sala__prefill_shapes[shape].rows, tokens = sala__prefill_shapes[shape].tokens;
     int pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1, tiles = 0;
@@ -6722,7 +6722,7 @@ static int64_t sala__prefill_cut(const sala__gpu *g, sala_product_args *a, int s
     a->row_tiles = (a->gemm.rows + tokens - 1) / tokens;
     a->items = tiles * a->row_tiles;
     int64_t rounds = (a->items + g->multiprocessors - 1) / g->multiprocessors;
-    return (rounds / 2 * 3 + rounds % 2 * 2) * sala__prefill_shapes[shape].clocks;
+    return (rounds / 2 * 5 + rounds % 2 * 3) * sala__prefill_shapes[shape].clocks;
 }
 
 // The shape of tiles that takes the least time; the results do not depend on it.
@@ -6733,8 +6733,7 @@ static void sala__launch_prefill_product(sala__gpu *g, sala_product_args *a) {
     if (g->shape) best = g->shape - 1;
     sala__prefill_cut(g, a, best);
     g->variant = a->kind;
-    sala__launch(g, SALA__KERNEL_prefill_gemm, (unsigned)a->items, 1, 1,
-                 SALA_PREFILL_SHARED, a);
+    sala__launch(g, SALA__KERNEL_prefill_gemm, (unsigned)a->items, 1, 1, SALA_PREFILL_SHARED, a);
     g->variant = 0;
     if (a->kind != SALA_PRODUCT_NORM) return;
     a->norm.branch = NULL; // it is in x

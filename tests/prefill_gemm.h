@@ -105,7 +105,8 @@ static void prefill_gemm_bits(void) {
     enum { COUNT = PREFILL_GEMM_ROWS * PREFILL_GEMM_N, SPOILT = 70 };
     static const int cuts[][4] = {{0, 200, 0, 0}, {0, 64, 200, 0}, {0, 128, 192, 200}};
     prefill_gemm_begin();
-    sala_act *x = gemm_random(PREFILL_GEMM_ROWS * PREFILL_GEMM_K, 1), *first = gemm_random(COUNT, 1);
+    sala_act *x = gemm_random(PREFILL_GEMM_ROWS * PREFILL_GEMM_K, 1),
+             *first = gemm_random(COUNT, 1);
     sala_weight w = gemm_weight(PREFILL_GEMM_N, PREFILL_GEMM_K, 0.1f);
     sala_weight up = gemm_weight(PREFILL_GEMM_N, PREFILL_GEMM_K, 0.1f);
     sala_weight packed[3] = {gemm_pack(&w, NULL), gemm_pack(&w, &up), gemm_pack(&w, NULL)};
