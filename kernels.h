@@ -366,9 +366,9 @@ typedef struct sala_select_args {
 } sala_select_args;
 
 // Softmax attention over the listed blocks (all blocks where count is -1), tokens u <= position.
-// Blocks ascending, one running-softmax step a block. Then o = o * sigmoid(gate), after a norm over
-// the row if there are weights. A GPU runs two kernels: parts of SALA_ATTEND_PART list entries, then
-// their combination in list order.
+// Blocks ascending, one running-softmax step a block. Then o = o * sigmoid(gate) (if given). A GPU
+// runs two kernels for verify rows: parts of SALA_ATTEND_PART list entries, then their combination in
+// list order; and two for prefill rows, one for dense rows, one for those with a list.
 typedef struct sala_attend_args {
     const sala_dims *dims;
     const sala_rows *rows;
@@ -376,7 +376,6 @@ typedef struct sala_attend_args {
     sala_nodes nodes;
     sala_pages pages;
     const int32_t *blocks, *count; // as sala_select_args
-    sala_weight norm;              // [heads * head_dim] or data NULL
     const sala_act *gate;          // [rows, heads * head_dim] or NULL
     sala_act *o;                   // [rows, heads, head_dim]
     // GPU only

@@ -1856,12 +1856,6 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         sala_attend_part(&a, &v, part, count, shared);
 }
 
-typedef struct sala_combine_shared {
-    float o[8][128];       // of each warp
-    float squares[4];      // of four warps
-    uint32_t kept[1][128]; // of each head: results and, above them, gates
-} sala_combine_shared;
-
 // The parts of a row's head to one, in shared memory, a warp's share: parts warp, warp + 8, ... in
 // order, four dims a lane. Returns the sum that they are to be divided by, of all parts.
 SALA_DEVICE float sala_combine_parts(const sala_attend_args *a, int row, int head, int parts,
@@ -1907,51 +1901,25 @@ SALA_DEVICE sala_act sala_combine_element(const float (*from)[128], int x, float
     return sala_store(o * (1.0f / sum));
 }
 
-// The parts of a row's attention to one, then norm and gate. A block takes the heads blockIdx.y,
-// blockIdx.y + gridDim.y, ... of a row; a norm needs all of them in one block. Reads 512 bytes a
-// part and head. Twin: the end of sala__op_attend_tile, sala__op_gate.
+// The parts of a head's attention to one, then the gate. Blocks: (rows, heads). Reads 512 bytes a
+// part. Twin: the end of sala__op_attend_tile, sala__op_gate.
 extern "C" __global__ void __launch_bounds__(256, 2)
     sala_attend_combine(const __grid_constant__ sala_attend_args a) {
     sala_launch_next();
     sala_wait_grid();
-    sala_combine_shared *shared = (sala_combine_shared *)sala_shared();
-    int row = (int)blockIdx.x, t = (int)threadIdx.x, first = (int)blockIdx.y, n = 0;
-    const sala_act *weight = (const sala_act *)a.norm.data;
-    float squares = 0, inverse = 0;
+    float(*shared)[128] = (float(*)[128])sala_shared(); // of each warp
+    int row = (int)blockIdx.x, head = (int)blockIdx.y, t = (int)threadIdx.x;
     if (row >= a.rows->count) return;
-    int64_t at = (int64_t)row * (MODEL.heads * 128) + t;
-    int position = a.rows->position[row];
-#pragma unroll 1
-    for (int head = first; head < MODEL.heads; head += (int)gridDim.y) {
-        int count = a.count[row * MODEL.kv_heads + head / SALA_GROUP];
-        int parts = (sala_attend_entries(count, position) - 1) / SALA_ATTEND_PART + 1;
-        uint32_t own = t < 128 && a.gate ? (uint32_t)a.gate[at + head * 128] << 16 : 0;
-        float sum = sala_combine_parts(&a, row, head, parts, shared->o);
-        __syncthreads();
-        if (t < 128) {
-            own |= sala_combine_element(shared->o, t, sum);
-            squares = fmaf(sala_low(own), sala_low(own), squares);
-            shared->kept[n++][t] = own;
-        }
-        __syncthreads();
-    }
+    int64_t at = ((int64_t)row * MODEL.heads + head) * 128 + t;
+    int count = a.count[row * MODEL.kv_heads + head / SALA_GROUP];
+    int entries = sala_attend_entries(count, a.rows->position[row]);
+    sala_act gate = t < 128 && a.gate ? a.gate[at] : 0;
+    float sum = sala_combine_parts(&a, row, head, (entries - 1) / SALA_ATTEND_PART + 1, shared);
+    __syncthreads();
     if (t >= 128) return;
-    if (weight) {
-        squares = sala_warp_sum(squares);
-        if ((t & 31) == 0) shared->squares[t >> 5] = squares;
-        __syncthreads();
-        squares = shared->squares[0] + shared->squares[1] + shared->squares[2] + shared->squares[3];
-        inverse = 1.0f / sqrtf(squares / (float)(MODEL.heads * 128) + MODEL.eps);
-    }
-    n = 0;
-#pragma unroll 1
-    for (int head = first; head < MODEL.heads; head += (int)gridDim.y) {
-        uint32_t own = shared->kept[n++][t];
-        float x = sala_low(own);
-        if (weight) x = sala_round(sala_round(x * inverse) * sala_load(weight[head * 128 + t]));
-        if (a.gate) x *= sala_round(sala_sigmoid(sala_high(own)));
-        a.o[at + head * 128] = sala_store(x);
-    }
+    float x = sala_load(sala_combine_element(shared, t, sum));
+    if (a.gate) x *= sala_round(sala_sigmoid(sala_load(gate)));
+    a.o[at] = sala_store(x);
 }
 
 // ---- 14. prefill: matrix products

@@ -5604,8 +5604,8 @@ static void sala__op_attend(sala__cpu *cpu, const sala_attend_args *a) {
     sala__attend_job job = {cpu, a};
     sala__parallel(cpu, sala__tile_count(a->rows, m->kv_heads), sala__op_attend_tile, &job);
     sala_gate_args gate = {
-        a->rows->count, m->heads * m->head_dim, m->eps, a->norm, a->gate, a->o, a->o};
-    if (a->norm.data || a->gate) sala__op_gate(cpu, &gate);
+        a->rows->count, m->heads * m->head_dim, m->eps, {NULL, 0, 0, 0}, a->gate, a->o, a->o};
+    if (a->gate) sala__op_gate(cpu, &gate);
 }
 
 // ---- what follows a product; commit ----
@@ -6802,7 +6802,7 @@ static void sala__launch_gemm_norm(sala__gpu *g, const sala_gemm_norm_args *a) {
 #define SALA_SELECT_SCORE_SHARED 72256
 #define SALA_SELECT_TOP_SHARED (8464 + 4 * 16384) // less for short contexts
 #define SALA_ATTEND_SHARED 70208
-#define SALA_ATTEND_COMBINE_SHARED(heads) (4096 + 16 + 512 * (heads))
+#define SALA_ATTEND_COMBINE_SHARED (8 * 512) // the shares of eight warps
 
 // Blocks that share the parts of a list: with all lists, enough to fill the device evenly.
 static unsigned sala__list_blocks(const sala__gpu *g, int64_t parts) {
@@ -6822,11 +6822,11 @@ static void sala__launch_select(sala__gpu *g, const sala_select_args *a) {
 }
 
 static void sala__launch_attend(sala__gpu *g, const sala_attend_args *a) {
-    unsigned lists = (unsigned)(g->rows * g->dims->kv_heads), heads = (unsigned)g->dims->heads;
+    unsigned lists = (unsigned)(g->rows * g->dims->kv_heads);
     sala__launch(g, SALA__KERNEL_attend, lists, sala__list_blocks(g, a->parts), 1,
                  SALA_ATTEND_SHARED, a);
-    sala__launch(g, SALA__KERNEL_attend_combine, (unsigned)g->rows, a->norm.data ? 1 : heads, 1,
-                 SALA_ATTEND_COMBINE_SHARED(a->norm.data ? heads : 1), a);
+    sala__launch(g, SALA__KERNEL_attend_combine, (unsigned)g->rows, (unsigned)g->dims->heads, 1,
+                 SALA_ATTEND_COMBINE_SHARED, a);
 }
 
 // Row tiles of 16 packed rows (of eight, in a pair) from `first` to `end` times the runs of 32 k,
@@ -8309,13 +8309,11 @@ static void sala__sparse_layer(sala *s, sala__pass *p, const sala__layer *w, int
                                s->pages[index],
                                s->blocks,
                                s->block_count,
-                               w->o_norm,
                                w->gate.data ? s->gate : NULL,
                                s->o,
                                (int32_t)s->plan.attend_parts,
                                s->part_o,
                                s->part_max_sum};
-    if (!w->gate.data) attend.norm.data = NULL;
     sala__op(s, SALA__OP_attend, &attend);
 }
 

@@ -10,7 +10,7 @@ enum { SPARSE_SEQS = 56, SPARSE_NODES = 200, SPARSE_BUCKET = 256 };
 
 static const float SPARSE_SCORE_ERROR = 1e-4f; // of a block's score, relative
 // Attention rounds P to BF16, the twin does not: 2^-9 of each term. After that both round twice
-// (sum, gate), or twice more with a norm, and a rounding may fall on the other side. In steps of
+// (sum, gate), and a rounding may fall on the other side. In steps of
 // 2^-7 of the head's largest element, and as root mean square of all elements.
 static const float SPARSE_STEPS = 3.0f, SPARSE_RMS = 0.004f;
 
@@ -52,10 +52,8 @@ typedef struct sparse_world {
     int32_t *list[SPARSE_SEQS]; // [capacity] pages of a sequence
     int seq[SPARSE_NODES], parent[SPARSE_NODES], position[SPARSE_NODES];
     sala_act *q, *k, *v, *gate; // of the nodes
-    sala_act *norm;             // [heads * 128]
     sala_pages pool;            // on the host
     sala_pages on_device;       // the same on the device
-    sala_act *norm_on_device;
     int32_t *list_on_device[SPARSE_SEQS];
 } sparse_world;
 
@@ -153,21 +151,17 @@ static void sparse_world_fill(sparse_world *w) {
     w->gate = (sala_act *)sparse_memory(nodes * qw * 2);
     w->k = (sala_act *)sparse_memory(nodes * kw * 2);
     w->v = (sala_act *)sparse_memory(nodes * kw * 2);
-    w->norm = (sala_act *)sparse_memory(qw * 2);
     sparse_noise(w->q, nodes * qw, 2);
     sparse_noise(w->gate, nodes * qw, 3);
     sparse_noise(w->k, nodes * kw, 2);
     sparse_noise(w->v, nodes * kw, 1);
-    sparse_noise(w->norm, qw, 1);
     sparse_upload_pool(w);
-    w->norm_on_device = (sala_act *)on_device(w->norm, qw * 2);
     free(order);
 }
 
 static void sparse_world_free(sparse_world *w) {
     for (int s = 0; s < w->seqs; s++) free(w->list[s]);
-    void *all[] = {w->pool.k, w->pool.v, w->pool.tier1, w->pool.tier2, w->q,
-                   w->gate,   w->k,      w->v,          w->norm};
+    void *all[] = {w->pool.k, w->pool.v, w->pool.tier1, w->pool.tier2, w->q, w->gate, w->k, w->v};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     free(w);
 }
@@ -178,7 +172,7 @@ typedef struct sparse_pass {
     sparse_world *w;
     int count, seq_count, bucket; // rows, sequences, rows with padding
     int node[SPARSE_NODES];       // of each row
-    int normed, gated;
+    int gated;
     sala_seq seq[SPARSE_SEQS];
     int32_t *position, *of, *path; // [bucket]
     sala_act *q, *gate;            // [bucket, ...]
@@ -338,7 +332,6 @@ static sparse_device sparse_upload(const sparse_pass *p) {
     d.attend.pages = d.select.pages;
     d.attend.blocks = d.select.blocks;
     d.attend.count = d.select.count;
-    if (p->normed) d.attend.norm.data = p->w->norm_on_device;
     d.attend.gate = p->gated ? (sala_act *)on_device(p->gate, qw) : NULL;
     d.attend.o = (sala_act *)on_device(NULL, qw);
     d.attend.parts = sparse_attend_parts(m);
@@ -406,8 +399,6 @@ static void sparse_twin_open(sparse_twin *t, const sparse_pass *p) {
     t->select.count = (int32_t *)sparse_memory(rows * (size_t)m->kv_heads * 4);
     t->attend.blocks = p->blocks; // the device's own lists
     t->attend.count = p->counts;
-    sala_weight norm = {p->w->norm, SALA_BF16, m->heads * 128, 1};
-    if (p->normed) t->attend.norm = norm;
     t->attend.gate = p->gated ? p->gate : NULL;
     t->attend.o = (sala_act *)sparse_memory(rows * sparse_width(m) * 2);
     t->score = (float *)sparse_memory((size_t)(context / 16 + 128) * SALA__QUERY_TILE * 4);
@@ -570,7 +561,6 @@ static void sparse_check_company(sparse_world *w, const sparse_pass *all) {
         if (round >= 4) wanted[sparse_below(w->nodes)] = 1; // one path alone
         gpu->multiprocessors = round % 2 ? 1 : 132;
         sparse_pass *some = sparse_pass_make(w, wanted, round & 1, 1);
-        some->normed = all->normed;
         some->gated = all->gated;
         sparse_run(some);
         sparse_compare(all, some, round < 4 ? "another choice and order" : "alone");
@@ -602,7 +592,6 @@ static void sparse_check_commit(sparse_world *w, const sparse_pass *all, int lea
     w->parent[leaf] = -1;
     wanted[leaf] = 1;
     sparse_pass *one = sparse_pass_make(w, wanted, 0, 0);
-    one->normed = all->normed;
     one->gated = all->gated;
     CHECK(one->count == 1, "%d rows", one->count);
     sparse_run(one);
@@ -630,15 +619,14 @@ static void sparse_edges(sparse_world *w) {
     sparse_add(w, 1015, 16, 8);
 }
 
-static void sparse_test(int heads, int kv_heads, int local, int top_k, int dense_len, int normed) {
+static void sparse_test(int heads, int kv_heads, int local, int top_k, int dense_len, int gated) {
     sala_dims m = sparse_dims(heads, kv_heads, local, top_k, dense_len);
     device_open(&m);
     sparse_world *w = sparse_world_make(&m);
     sparse_edges(w);
     sparse_world_fill(w);
     sparse_pass *p = sparse_pass_make(w, NULL, 0, 0);
-    p->normed = normed;
-    p->gated = kv_heads > 1 || normed;
+    p->gated = gated;
     sparse_check(p);
     sparse_check_company(w, p);
     for (int i = 0; i < 6; i++) sparse_check_commit(w, p, w->nodes - 1 - 10 * i);
@@ -648,13 +636,13 @@ static void sparse_test(int heads, int kv_heads, int local, int top_k, int dense
 }
 
 static void test_sparse_group_1(void) {
-    sparse_test(2, 2, 0, 5, 300, 0); // no window: rows that nodes complete count
+    sparse_test(2, 2, 0, 5, 300, 1); // no window: rows that nodes complete count
 }
 static void test_sparse_group_2(void) {
     sparse_test(2, 1, 2, 6, 0, 1);
 }
 static void test_sparse_group_3(void) {
-    sparse_test(6, 2, 2, 5, 300, 0);
+    sparse_test(6, 2, 2, 5, 300, 1);
 }
 static void test_sparse_group_8(void) {
     sparse_test(16, 2, 2, 7, 512, 1);

@@ -40,7 +40,7 @@ static long dynamic_shared(const char *kernel, const sala_dims *m) {
                  {"sala_select_score", SALA_SELECT_SCORE_SHARED},
                  {"sala_select_top", SALA_SELECT_TOP_SHARED},
                  {"sala_attend", SALA_ATTEND_SHARED},
-                 {"sala_attend_combine", SALA_ATTEND_COMBINE_SHARED(m->heads)},
+                 {"sala_attend_combine", SALA_ATTEND_COMBINE_SHARED},
                  {"sala_sample", SALA_SAMPLE_SHARED}};
     for (size_t i = 0; i < sizeof known / sizeof known[0]; i++)
         if (strcmp(kernel, known[i].kernel) == 0) return known[i].bytes;
