@@ -112,6 +112,13 @@ SALA_DEVICE void sala_copy_commit(void) {
 
 #define SALA_COPY_WAIT(n) asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory")
 
+// 2^x to within two units in the last place, one instruction; results below 2^-126 are 0.
+SALA_DEVICE float sala_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // 16 bytes of a weight that is read once.
 SALA_DEVICE uint4 sala_load_once(const void *global) {
     uint4 v;
@@ -2193,17 +2200,411 @@ extern "C" __global__ void __launch_bounds__(256, 1)
 }
 
 // ---- 17. prefill: attention
+// Running softmax of tiles of 16 rows. A row's maximum is a score that it met, at most 2^8 below the
+// largest: it moves, and the sums with it, only when it must, which is rare; weights then reach 2^8,
+// as exact in BF16 as those up to 1. Whether it moves is each row's own affair, so the bits are.
 
-extern "C" __global__ void __launch_bounds__(128, 1)
+#define SALA_SLACK 8.0f
+#define SALA_LOWEST -1e30f // a maximum before the first score: finite, so that no difference is NaN
+
+typedef struct sala_running { // of rows lane / 4 and lane / 4 + 8
+    float max[2], sum[2];     // the sum is of the lane's own columns
+    float o[16][4];
+} sala_running;
+
+SALA_DEVICE void sala_running_clear(sala_running run[2]) {
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+        run[t].max[0] = run[t].max[1] = SALA_LOWEST, run[t].sum[0] = run[t].sum[1] = 0;
+#pragma unroll
+        for (int i = 0; i < 64; i++) run[t].o[i / 4][i % 4] = 0;
+    }
+}
+
+// s = q k of the tiles first .. end - 1 of q, one after the other, and `keys` keys; all constants.
+SALA_DEVICE void sala_running_scores(float s[2][8][4], const sala_act *q, const sala_act *k,
+                                     int keys, int first, int end) {
+    int lane = (int)threadIdx.x & 31;
+#pragma unroll
+    for (int i = first * 32; i < end * 32; i++) s[i / 32][i / 4 % 8][i % 4] = 0;
+#pragma unroll
+    for (int step = 0; step < 8; step++) {
+        int at = sala_vector_at(lane & 15, lane >> 4) ^ (step * 16);
+        uint32_t a[2][4], b[4];
+#pragma unroll
+        for (int t = first; t < end; t++) sala_ldmatrix4(a[t], q + t * (16 * 128) + at);
+#pragma unroll
+        for (int i = 0; i < keys / 8; i += 2) {
+            sala_ldmatrix4(b, k + i * 8 * 128 + at);
+            uint32_t low[2] = {b[0], b[2]}, high[2] = {b[1], b[3]};
+#pragma unroll
+            for (int t = first; t < end; t++) {
+                sala_mma(s[t][i], a[t], low);
+                sala_mma(s[t][i + 1], a[t], high);
+            }
+        }
+    }
+}
+
+// Those of a tile to weights exp2(score - maximum).
+SALA_DEVICE void sala_running_weights(sala_running *run, float (*s)[4], int keys) {
+    const float scale = MODEL.attn_scale * 1.44269504f;
+    float top[2] = {-SALA_INFINITY, -SALA_INFINITY}, shrink[2];
+#pragma unroll
+    for (int i = 0; i < keys / 2; i++) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i / 4][i % 4]);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        top[half] = sala_quad_max(top[half]) * scale;
+        if (top[half] <= run->max[half] + SALA_SLACK) top[half] = run->max[half];
+    }
+    if (__any_sync(0xFFFFFFFFu, top[0] != run->max[0] || top[1] != run->max[1])) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            shrink[half] = exp2f(run->max[half] - top[half]); // 1 where it stays
+            run->max[half] = top[half];
+            run->sum[half] *= shrink[half];
+        }
+#pragma unroll
+        for (int i = 0; i < 64; i++) run->o[i / 4][i % 4] *= shrink[i / 2 % 2];
+    }
+#pragma unroll
+    for (int i = 0; i < keys / 2; i++) {
+        float *x = &s[i / 4][i % 4];
+        *x = sala_exp2(fmaf(*x, scale, -run->max[i / 2 % 2]));
+        run->sum[i / 2 % 2] += *x;
+    }
+}
+
+// o += p v of 16 keys, those of p[..][i] and p[..][i + 1]; `mask` lets some of their values through.
+// Where they lie is one number that is turned, not eight that a loop would keep in registers.
+SALA_DEVICE void sala_running_add(sala_running run[2], float p[2][8][4], int i,
+                                  const sala_act *values, int first, int end,
+                                  const uint32_t mask[2]) {
+    const sala_act *shared = (const sala_act *)sala_shared();
+    int lane = (int)threadIdx.x & 31;
+    int at = (int)(values - shared) + sala_vector_at(lane & 15, lane >> 4);
+    uint32_t w[2][4], v[4];
+#pragma unroll
+    for (int t = first; t < end; t++)
+        for (int j = 0; j < 4; j++)
+            w[t][j] = sala_pair(p[t][i + j / 2][j % 2 * 2], p[t][i + j / 2][j % 2 * 2 + 1]);
+#pragma unroll
+    for (int n = 0; n < 16; n += 2) { // 16 dims
+        sala_ldmatrix4_trans(v, shared + (at ^ (n * 8)));
+        for (int j = 0; j < 4; j++) v[j] &= mask[j % 2];
+#pragma unroll
+        for (int t = first; t < end; t++) {
+            sala_mma(run[t].o[n], w[t], v);
+            sala_mma(run[t].o[n + 1], w[t], v + 2);
+        }
+    }
+}
+
+// Eight elements of a result, rounded, from element `at` of o on.
+SALA_DEVICE void sala_prefill_result(const sala_attend_args *a, int64_t at, uint4 x) {
+    if (a->gate) {
+        uint4 gate = *(const uint4 *)(a->gate + at);
+        x.x = sala_gate_pair(x.x, 0, false, 0, true, gate.x);
+        x.y = sala_gate_pair(x.y, 0, false, 0, true, gate.y);
+        x.z = sala_gate_pair(x.z, 0, false, 0, true, gate.z);
+        x.w = sala_gate_pair(x.w, 0, false, 0, true, gate.w);
+    }
+    *(uint4 *)(a->o + at) = x;
+}
+
+// Dense rows. The rows of a K/V head are its tokens' query heads one after the other; a block takes
+// 128 of them, a warp two tiles of 16, which share the keys and values that it reads.
+#define SALA_DENSE_ROWS 128
+
+typedef struct sala_dense_shared {
+    sala_act kv[2][2][64 * 128]; // keys and values of a block of tokens, and of the next
+    sala_act q[SALA_DENSE_ROWS * 128];
+} sala_dense_shared;
+static_assert(sizeof(sala_dense_shared) == 98304, "the host asks for this much");
+
+typedef struct sala_dense { // what a block works on
+    int head, first, all;   // K/V head, the block's first row, rows of the pass
+    int start, last;        // position of the pass's first token, of the block's last
+} sala_dense;
+
+// Where the vector of a row lies in q, o and gate.
+SALA_DEVICE int64_t sala_dense_at(const sala_dense *d, int row) {
+    int64_t token = row / SALA_GROUP, head = d->head * SALA_GROUP + row % SALA_GROUP;
+    return (token * MODEL.heads + head) * 128;
+}
+
+// Keys and values of a block of tokens, in the background; zeros behind the last token.
+SALA_DEVICE void sala_dense_load(const sala_attend_args *a, const sala_dense *d, int block) {
+    int row = (int)threadIdx.x >> 4, piece = (int)threadIdx.x & 15;
+    sala_act(*kv)[64 * 128] = ((sala_dense_shared *)sala_shared())->kv[block & 1];
+    int64_t page = a->rows->seqs[0].pages[block];
+    int64_t from = (page * MODEL.kv_heads + d->head) * (64 * 128) + piece * 8;
+#pragma unroll
+    for (int i = row; i < 64; i += 8) {
+        bool valid = block * 64 + i <= d->last;
+        sala_copy16_or_zero(kv[0] + sala_vector_at(i, piece), a->pages.k + from + i * 128, valid);
+        sala_copy16_or_zero(kv[1] + sala_vector_at(i, piece), a->pages.v + from + i * 128, valid);
+    }
+    sala_copy_commit();
+}
+
+// Keys of a block that a row's token does not see.
+SALA_DEVICE void sala_dense_mask(const sala_dense *d, float s[2][8][4], int block) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int row = d->first + warp * 32 + i * 8 + (lane >> 2);
+        int seen = d->start + row / SALA_GROUP + 1 - block * 64 - 2 * (lane & 3);
+#pragma unroll
+        for (int k = 0; k < 16; k++)
+            if (k / 2 * 8 + k % 2 >= seen) s[i / 2][k / 2][i % 2 * 2 + k % 2] = -SALA_INFINITY;
+    }
+}
+
+// The next block of tokens for the warp's rows; q: their queries.
+SALA_DEVICE void sala_dense_step(const sala_dense *d, sala_running run[2], const sala_act *q,
+                                 int block) {
+    sala_act(*kv)[64 * 128] = ((sala_dense_shared *)sala_shared())->kv[block & 1];
+    const uint32_t all[2] = {0xFFFFFFFFu, 0xFFFFFFFFu};
+    float s[2][8][4];
+    sala_running_scores(s, q, kv[0], 64, 0, 2);
+    if (block * 64 + 63 > d->start + d->first / SALA_GROUP) sala_dense_mask(d, s, block);
+    sala_running_weights(&run[0], s[0], 64);
+    sala_running_weights(&run[1], s[1], 64);
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) sala_running_add(run, s, i, kv[1] + i * (8 * 128), 0, 2, all);
+}
+
+// The results of the warp's dense rows, through the place of its queries: 16 bytes a lane.
+SALA_DEVICE void sala_dense_store(const sala_attend_args *a, const sala_dense *d,
+                                  sala_running run[2], sala_act *kept) {
+    int lane = (int)threadIdx.x & 31, piece = lane & 15,
+        row = d->first + (int)threadIdx.x / 32 * 32;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float inverse = 1.0f / sala_quad_sum(run[i / 2].sum[i % 2]);
+#pragma unroll
+        for (int n = 0; n < 16; n++) {
+            const float *o = run[i / 2].o[n] + i % 2 * 2;
+            *(uint32_t *)(kept + sala_vector_at(i * 8 + (lane >> 2), n) + 2 * (lane & 3)) =
+                sala_pair(o[0] * inverse, o[1] * inverse);
+        }
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int i = lane >> 4; i < 32 && row + i < d->all; i += 2)
+        if (a->count[(row + i) / SALA_GROUP * MODEL.kv_heads + d->head] < 0)
+            sala_prefill_result(a, sala_dense_at(d, row + i) + piece * 8,
+                                *(const uint4 *)(kept + sala_vector_at(i, piece)));
+}
+
+// Causal attention of prefill rows without a list. A block takes SALA_DENSE_ROWS rows of a K/V head,
+// the last rows first: theirs is the longest way. It reads 512 bytes a token up to its last one.
+// Blocks of tokens stand at absolute positions; those ahead of a row change nothing in it. Twin:
+// sala__op_attend, whose P is FP32.
+extern "C" __global__ void __launch_bounds__(128, 2)
     sala_prefill_dense(const __grid_constant__ sala_attend_args a) {
     sala_launch_next();
     sala_wait_grid();
+    int unit = (int)(gridDim.x - 1 - blockIdx.x), warp = (int)threadIdx.x >> 5;
+    sala_act *q = ((sala_dense_shared *)sala_shared())->q;
+    sala_dense d;
+    d.head = unit % MODEL.kv_heads;
+    d.first = unit / MODEL.kv_heads * SALA_DENSE_ROWS;
+    d.all = a.rows->count * SALA_GROUP;
+    d.start = a.rows->position[0];
+    d.last = d.start + (min(d.first + SALA_DENSE_ROWS, d.all) - 1) / SALA_GROUP;
+    int own = min(d.first + (int)threadIdx.x, d.all - 1) / SALA_GROUP;
+    if (!__syncthreads_or(a.count[own * MODEL.kv_heads + d.head] < 0)) return;
+#pragma unroll 1
+    for (int i = (int)threadIdx.x; i < SALA_DENSE_ROWS * 16; i += 128) // behind the last row: it
+        sala_copy16(q + sala_vector_at(i / 16, i % 16),
+                    a.q + sala_dense_at(&d, min(d.first + i / 16, d.all - 1)) + i % 16 * 8);
+    sala_dense_load(&a, &d, 0);
+    sala_running run[2];
+    sala_running_clear(run);
+#pragma unroll 1
+    for (int block = 0; block <= d.last / 64; block++) {
+        SALA_COPY_WAIT(0);
+        __syncthreads();
+        if (block < d.last / 64) sala_dense_load(&a, &d, block + 1);
+        sala_dense_step(&d, run, q + warp * (32 * 128), block);
+    }
+    sala_dense_store(&a, &d, run, q + warp * (32 * 128));
 }
 
-extern "C" __global__ void __launch_bounds__(128, 1)
+// Rows with lists. The query heads of a K/V head are one tile of 16 rows; a block takes two tokens,
+// whose lists have much in common, and each of four warps a quarter of every block that one of them
+// lists: its own copies, maxima and sums, no barriers. What bounds it is reading the L2 cache.
+#define SALA_SPARSE_END 0x7FFFFFFF // the block behind a list's last
+
+typedef struct sala_sparse_shared {
+    union {
+        sala_act kv[2][2][16 * 128]; // keys, values of the block at hand and of the next
+        float o[2][16 * 128];        // then each token's results
+    } warp[4];
+    sala_act q[2][16 * 128];
+    float max[4][2][16], sum[4][2][16];
+    int2 list[2][MODEL.top_k + 1]; // block, page
+} sala_sparse_shared;
+static_assert(sizeof(sala_sparse_shared) == 74752 + 16 * (MODEL.top_k + 1),
+              "the host asks for this much");
+
+typedef struct sala_sparse_walk { // through the blocks that either token lists
+    int at[2];
+    int block, page, takes; // takes: a bit for each token
+} sala_sparse_walk;
+
+// The lists of tokens first and first + 1, with pages. Returns whether there are any.
+SALA_DEVICE bool sala_sparse_lists(const sala_attend_args *a, int first, int head,
+                                   sala_sparse_shared *shared) {
+    int t = (int)threadIdx.x >> 6, count = 0;
+    int64_t list = (int64_t)(first + t) * MODEL.kv_heads + head;
+    if (first + t < a->rows->count) count = max(a->count[list], 0);
+#pragma unroll 1
+    for (int i = (int)threadIdx.x & 63; i <= count; i += 64) {
+        int block = i < count ? a->blocks[list * MODEL.top_k + i] : SALA_SPARSE_END;
+        shared->list[t][i] = make_int2(block, i < count ? a->rows->seqs[0].pages[block] : 0);
+    }
+    return __syncthreads_or(count > 0);
+}
+
+SALA_DEVICE void sala_sparse_next(sala_sparse_walk *walk, const sala_sparse_shared *shared) {
+    int2 x = shared->list[0][walk->at[0]], y = shared->list[1][walk->at[1]];
+    walk->block = min(x.x, y.x);
+    walk->page = x.x < y.x ? x.y : y.y;
+    walk->takes = (x.x <= y.x) + 2 * (y.x <= x.x);
+    if (walk->block == SALA_SPARSE_END) return; // and stay there
+    walk->at[0] += walk->takes & 1;
+    walk->at[1] += walk->takes >> 1;
+}
+
+// The queries of both tokens to shared memory, in the background. Rows beyond the group, or a token
+// beyond the last, are the last once more.
+SALA_DEVICE void sala_sparse_queries(const sala_attend_args *a, int first, int head,
+                                     sala_sparse_shared *shared) {
+#pragma unroll 1
+    for (int i = (int)threadIdx.x; i < 2 * 16 * 16; i += 128) {
+        int64_t token = min(first + i / 256, a->rows->count - 1);
+        int h = head * SALA_GROUP + min(i / 16 % 16, SALA_GROUP - 1);
+        sala_copy16(shared->q[0] + sala_vector_at(i / 16, i % 16),
+                    a->q + (token * MODEL.heads + h) * 128 + i % 16 * 8);
+    }
+}
+
+// The warp's keys and values of a block, in the background.
+SALA_DEVICE void sala_sparse_load(const sala_attend_args *a, int head, const sala_sparse_walk *walk,
+                                  sala_act kv[2][16 * 128]) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
+    int64_t at = ((int64_t)walk->page * MODEL.kv_heads + head) * (64 * 128) + warp * (16 * 128);
+    if (walk->block == SALA_SPARSE_END) return;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        int to = sala_vector_at(2 * i + (lane >> 4), lane & 15);
+        sala_copy16(kv[0] + to, a->pages.k + at + i * 256 + lane * 8);
+        sala_copy16(kv[1] + to, a->pages.v + at + i * 256 + lane * 8);
+    }
+    sala_copy_commit();
+}
+
+// The warp's 16 keys of a block for the tokens first .. end - 1, constants. One token alone sees the
+// first `seen` of them: what lies in the others may be anything, even NaN, which a weight of 0 would
+// not stop. Two see them all.
+SALA_DEVICE void sala_sparse_step(sala_running run[2], const sala_act *q,
+                                  const sala_act kv[2][16 * 128], int first, int end, int seen) {
+    uint32_t mask[2] = {0xFFFFFFFFu, 0xFFFFFFFFu};
+    float s[2][8][4];
+    sala_running_scores(s, q, kv[0], 16, first, end);
+    if (end - first == 1) {
+        seen -= 2 * ((int)threadIdx.x & 3); // of the lane's keys 0, 1, 8, 9
+        for (int i = 0; i < 8; i++)
+            if (seen <= i / 4 * 8 + i % 2) s[first][i / 4][i % 4] = -SALA_INFINITY;
+        for (int i = 0; i < 2; i++)
+            mask[i] = seen > 8 * i + 1 ? 0xFFFFFFFFu : seen > 8 * i ? 0xFFFFu : 0;
+    }
+#pragma unroll
+    for (int t = first; t < end; t++) sala_running_weights(&run[t], s[t], 16);
+    sala_running_add(run, s, 0, kv[1], first, end, mask);
+}
+
+// The warp's results to shared memory. Rows lie so that no two of four meet in a bank.
+SALA_DEVICE void sala_sparse_keep(sala_running *run, int t, sala_sparse_shared *shared) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, c = lane & 3;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int h = (lane >> 2) + 8 * half;
+        float sum = sala_quad_sum(run->sum[half]);
+        if (c == 0) shared->max[warp][t][h] = run->max[half], shared->sum[warp][t][h] = sum;
+#pragma unroll
+        for (int n = 0; n < 16; n++)
+            *(float2 *)(shared->warp[warp].o[t] + h * 128 + ((n * 8 + 2 * c) ^ (h & 3) * 8)) =
+                make_float2(run->o[n][2 * half], run->o[n][2 * half + 1]);
+    }
+}
+
+// The results of the four warps to one, for the tokens that have a list.
+SALA_DEVICE void sala_sparse_merge(const sala_attend_args *a, int first, int head,
+                                   const sala_sparse_shared *shared) {
+#pragma unroll 1
+    for (int i = (int)threadIdx.x; i < 2 * SALA_GROUP * 16; i += 128) {
+        int h = i / 16 % SALA_GROUP, t = i / 16 / SALA_GROUP, x = i % 16 * 8;
+        if (shared->list[t][0].x == SALA_SPARSE_END) continue;
+        float max = SALA_LOWEST, sum = 0, o[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        for (int w = 0; w < 4; w++) max = fmaxf(max, shared->max[w][t][h]);
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+            float scale = exp2f(shared->max[w][t][h] - max);
+            const float *add = shared->warp[w].o[t] + h * 128 + (x ^ (h & 3) * 8);
+            for (int j = 0; j < 8; j++) o[j] = fmaf(add[j], scale, o[j]);
+            sum = fmaf(shared->sum[w][t][h], scale, sum);
+        }
+        for (int j = 0; j < 8; j++) o[j] *= 1.0f / sum;
+        int64_t at = ((int64_t)(first + t) * MODEL.heads + head * SALA_GROUP + h) * 128 + x;
+        sala_prefill_result(a, at,
+                            make_uint4(sala_pair(o[0], o[1]), sala_pair(o[2], o[3]),
+                                       sala_pair(o[4], o[5]), sala_pair(o[6], o[7])));
+    }
+}
+
+// Attention of prefill rows that have a list. A block takes two tokens of a K/V head; it reads 32 KiB
+// for each block of tokens that one of them lists. Twin: sala__op_attend, whose P is FP32.
+extern "C" __global__ void __launch_bounds__(128, 2)
     sala_prefill_sparse(const __grid_constant__ sala_attend_args a) {
     sala_launch_next();
     sala_wait_grid();
+    sala_sparse_shared *shared = (sala_sparse_shared *)sala_shared();
+    int head = (int)blockIdx.x % MODEL.kv_heads, first = (int)blockIdx.x / MODEL.kv_heads * 2;
+    int warp = (int)threadIdx.x >> 5;
+    if (!sala_sparse_lists(&a, first, head, shared)) return;
+    sala_act(*kv)[2][16 * 128] = shared->warp[warp].kv;
+    int position = a.rows->position[0] + first - warp * 16;
+    sala_sparse_walk walk = {{0, 0}, 0, 0, 0};
+    sala_running run[2];
+    sala_sparse_queries(&a, first, head, shared);
+    sala_sparse_next(&walk, shared);
+    sala_sparse_load(&a, head, &walk, kv[0]);
+    SALA_COPY_WAIT(0);
+    __syncthreads(); // of the queries
+    sala_running_clear(run);
+#pragma unroll 1
+    for (int stage = 0; walk.block != SALA_SPARSE_END; stage ^= 1) {
+        int seen = position + 1 - walk.block * 64, takes = walk.takes;
+        SALA_COPY_WAIT(0);
+        __syncwarp();
+        sala_sparse_next(&walk, shared);
+        sala_sparse_load(&a, head, &walk, kv[stage ^ 1]);
+        if (takes == 3 && seen >= 16) {
+            sala_sparse_step(run, shared->q[0], kv[stage], 0, 2, 16);
+        } else {
+            if (takes & 1) sala_sparse_step(run, shared->q[0], kv[stage], 0, 1, seen);
+            if (takes & 2) sala_sparse_step(run, shared->q[0], kv[stage], 1, 2, seen + 1);
+        }
+    }
+    __syncwarp();
+    sala_sparse_keep(&run[0], 0, shared);
+    sala_sparse_keep(&run[1], 1, shared);
+    __syncthreads();
+    sala_sparse_merge(&a, first, head, shared);
 }
 
 // ---- 18. sample: from rows of logits to tokens (the steps are those of sala.h section [6])

@@ -6879,8 +6879,18 @@ static void sala__launch_select_prefill(sala__gpu *g, const sala_select_args *a)
     (void)g, (void)a;
 }
 
+#define SALA_PREFILL_DENSE_SHARED 98304 // sizes of the kernels' structs of shared memory
+#define SALA_PREFILL_SPARSE_SHARED(top_k) (74752 + 16 * ((top_k) + 1))
+
+// Each kernel does the rows that are its kind.
 static void sala__launch_attend_prefill(sala__gpu *g, const sala_attend_args *a) {
-    (void)g, (void)a;
+    const sala_dims *m = g->dims;
+    int rows = g->rows * (m->heads / m->kv_heads); // of a K/V head, 128 a block
+    if (m->dense_len > 1)
+        sala__launch(g, SALA__KERNEL_prefill_dense, (unsigned)((rows + 127) / 128 * m->kv_heads), 1,
+                     1, SALA_PREFILL_DENSE_SHARED, a);
+    sala__launch(g, SALA__KERNEL_prefill_sparse, (unsigned)((g->rows + 1) / 2 * m->kv_heads), 1, 1,
+                 SALA_PREFILL_SPARSE_SHARED(m->top_k), a);
 }
 
 // One operation, in the form of the pass.
