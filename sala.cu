@@ -2212,14 +2212,7 @@ typedef struct sala_running { // of rows lane / 4 and lane / 4 + 8
     float o[16][4];
 } sala_running;
 
-SALA_DEVICE void sala_running_clear(sala_running run[2]) {
-#pragma unroll
-    for (int t = 0; t < 2; t++) {
-        run[t].max[0] = run[t].max[1] = SALA_LOWEST, run[t].sum[0] = run[t].sum[1] = 0;
-#pragma unroll
-        for (int i = 0; i < 64; i++) run[t].o[i / 4][i % 4] = 0;
-    }
-}
+constexpr sala_running SALA_START = {{SALA_LOWEST, SALA_LOWEST}, {0, 0}, {{0}}};
 
 // s = q k of the tiles first .. end - 1 of q, one after the other, and `keys` keys; all constants.
 SALA_DEVICE void sala_running_scores(float s[2][8][4], const sala_act *q, const sala_act *k,
@@ -2421,8 +2414,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         sala_copy16(q + sala_vector_at(i / 16, i % 16),
                     a.q + sala_dense_at(&d, min(d.first + i / 16, d.all - 1)) + i % 16 * 8);
     sala_dense_load(&a, &d, 0);
-    sala_running run[2];
-    sala_running_clear(run);
+    sala_running run[2] = {SALA_START, SALA_START};
 #pragma unroll 1
     for (int block = 0; block <= d.last / 64; block++) {
         SALA_COPY_WAIT(0);
@@ -2579,13 +2571,12 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     sala_act(*kv)[2][16 * 128] = shared->warp[warp].kv;
     int position = a.rows->position[0] + first - warp * 16;
     sala_sparse_walk walk = {{0, 0}, 0, 0, 0};
-    sala_running run[2];
+    sala_running run[2] = {SALA_START, SALA_START};
     sala_sparse_queries(&a, first, head, shared);
     sala_sparse_next(&walk, shared);
     sala_sparse_load(&a, head, &walk, kv[0]);
     SALA_COPY_WAIT(0);
     __syncthreads(); // of the queries
-    sala_running_clear(run);
 #pragma unroll 1
     for (int stage = 0; walk.block != SALA_SPARSE_END; stage ^= 1) {
         int seen = position + 1 - walk.block * 64, takes = walk.takes;
