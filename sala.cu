@@ -2334,7 +2334,7 @@ SALA_DEVICE void sala_dense_load(const sala_attend_args *a, const sala_dense *d,
     int64_t from = (page * MODEL.kv_heads + d->head) * (64 * 128) + piece * 8;
 #pragma unroll
     for (int i = row; i < 64; i += 8) {
-        bool valid = block * 64 + i <= d->last;
+        bool valid = i <= d->last - block * 64;
         sala_copy16_or_zero(kv[0] + sala_vector_at(i, piece), a->pages.k + from + i * 128, valid);
         sala_copy16_or_zero(kv[1] + sala_vector_at(i, piece), a->pages.v + from + i * 128, valid);
     }
