@@ -4,21 +4,22 @@
 
 #include "check.h"
 #include "device.h"
-#include "prefill_attend.h"
-
 #include "kernels_gemm.h"
 
+#include "prefill_attend.h"
 #include "prefill_gemm.h"
 
 int main(int argc, char **argv) {
-    static const check_entry tests[] = {PREFILL_GEMM_TESTS};
-    static const check_entry tests[] = {
-        TEST(prefill_attend_group_1),   TEST(prefill_attend_group_2),
-        TEST(prefill_attend_group_3),   TEST(prefill_attend_group_8),
-        TEST(prefill_attend_group_16),  TEST(prefill_attend_ragged),
-        TEST(prefill_attend_dense),     TEST(prefill_attend_long_lists),
-        TEST(prefill_attend_far_pages),
-    };
+    static const check_entry tests[] = {PREFILL_GEMM_TESTS,
+                                        TEST(prefill_attend_group_1),
+                                        TEST(prefill_attend_group_2),
+                                        TEST(prefill_attend_group_3),
+                                        TEST(prefill_attend_group_8),
+                                        TEST(prefill_attend_group_16),
+                                        TEST(prefill_attend_ragged),
+                                        TEST(prefill_attend_dense),
+                                        TEST(prefill_attend_long_lists),
+                                        TEST(prefill_attend_far_pages)};
     if (!device_exists()) {
         printf("skipped: no simulator (build/libsala_sim.so) and no SALA_TEST_GPU\n");
         printf("0 passed, 0 failed\n");
