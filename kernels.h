@@ -350,7 +350,8 @@ typedef struct sala_store_args {
 
 // Which blocks a row attends to, one list per K/V head (model.md 8). count: -1 where the row is
 // dense. Verify first makes the compressed rows that nodes complete: nodes.tier1, nodes.tier2.
-// A GPU runs three kernels: normalisers from tier 2, block scores from tier 1, the top k.
+// A GPU runs three kernels: normalisers from tier 2, block scores from tier 1, the top k. In prefill
+// the first two are one, which keeps the normalisers to itself.
 typedef struct sala_select_args {
     const sala_dims *dims;
     const sala_rows *rows;
@@ -361,7 +362,7 @@ typedef struct sala_select_args {
     int32_t *count;  // [rows, kv_heads]
     // GPU only
     int32_t capacity;  // blocks that the longest context has
-    float *normaliser; // [rows, heads, ceil(capacity / SALA_SELECT_PART), 2] maximum, sum
+    float *normaliser; // verify: [rows, heads, ceil(capacity / SALA_SELECT_PART), 2] maximum, sum
     float *score;      // [rows, kv_heads, capacity]
 } sala_select_args;
 
@@ -684,8 +685,6 @@ typedef struct sala_sample_args {
     X(prefill_gemm, sala_product_args, 128)                                                        \
     X(prefill_gla, sala_gla_args, 256)                                                             \
     X(prefill_store, sala_store_args, 256)                                                         \
-    X(prefill_tiers, sala_store_args, 256)                                                         \
-    X(prefill_normaliser, sala_select_args, 256)                                                   \
     X(prefill_score, sala_select_args, 256)                                                        \
     X(prefill_dense, sala_attend_args, 128)                                                        \
     X(prefill_sparse, sala_attend_args, 128)

@@ -69,6 +69,13 @@ SALA_DEVICE void sala_mma(float d[4], const uint32_t a[4], const uint32_t b[2]) 
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// 2 ^ x in one instruction, denormals are 0: relative error 2^-22.
+SALA_DEVICE float sala_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 SALA_DEVICE void sala_ldmatrix4(uint32_t r[4], const void *shared) {
     uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
@@ -111,13 +118,6 @@ SALA_DEVICE void sala_copy_commit(void) {
 }
 
 #define SALA_COPY_WAIT(n) asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory")
-
-// 2^x to within two units in the last place, one instruction; results below 2^-126 are 0.
-SALA_DEVICE float sala_exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 // 16 bytes of a weight that is read once.
 SALA_DEVICE uint4 sala_load_once(const void *global) {
@@ -2175,28 +2175,312 @@ extern "C" __global__ void __launch_bounds__(256, 1)
 
 // ---- 16. prefill: the cache, and block selection
 
-extern "C" __global__ void __launch_bounds__(256, 1)
+// K and V of the chunk's tokens to their pages, and the compressed rows that they complete. Blocks:
+// (blocks of the sequence that the chunk touches, K/V heads), each gathers the keys of its tokens
+// and of the block before, where windows begin. Reads 48 KiB, writes 32 and five rows. Twin:
+// sala__op_store_prefill.
+extern "C" __global__ void __launch_bounds__(256, 2)
     sala_prefill_store(const __grid_constant__ sala_store_args a) {
     sala_launch_next();
     sala_wait_grid();
+    sala_act *keys = (sala_act *)sala_shared(); // [128][128], the last 64 of the block itself
+    const int32_t *pages = a.rows->seqs[0].pages;
+    int start = a.rows->position[0], end = start + a.rows->count, head = (int)blockIdx.y;
+    int block = start / 64 + (int)blockIdx.x, piece = ((int)threadIdx.x & 15) * 8;
+    if (block * 64 >= end) return;
+    int64_t own = (int64_t)pages[block] * MODEL.kv_heads + head;
+    int64_t before = (int64_t)pages[block ? block - 1 : 0] * MODEL.kv_heads + head;
+#pragma unroll 2
+    for (int i = (int)threadIdx.x >> 4; i < 128; i += 16) {
+        int u = block * 64 - 64 + i;
+        if (u < 0 || u >= end) continue;
+        int64_t node = ((int64_t)(u - start) * MODEL.kv_heads + head) * 128 + piece;
+        int64_t at = (i < 64 ? before : own) * 8192 + u % 64 * 128 + piece;
+        sala_copy16(keys + i * 128 + piece, u < start ? a.pages.k + at : a.nodes.k + node);
+        if (u < start || i < 64) continue;
+        *(uint4 *)(a.pages.k + at) = *(const uint4 *)(a.nodes.k + node);
+        *(uint4 *)(a.pages.v + at) = *(const uint4 *)(a.nodes.v + node);
+    }
+    sala_copy_commit();
+    SALA_COPY_WAIT(0);
+    __syncthreads();
+    int x = (int)threadIdx.x & 127, last = block * 64 + 63; // half of the threads for each tier
+    if (threadIdx.x >= 128 && block > 0 && last >= start && last < end)
+        a.pages.tier2[own * 128 + x] = sala_window_mean(keys + x, 128);
+#pragma unroll 1
+    for (int slot = 0; slot < 4 && threadIdx.x < 128; slot++) {
+        last = block * 64 + 16 * slot + 15;
+        if (last >= 31 && last >= start && last < end)
+            a.pages.tier1[(own * 4 + slot) * 128 + x] =
+                sala_window_mean(keys + (48 + 16 * slot) * 128 + x, 32);
+    }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1)
-    sala_prefill_tiers(const __grid_constant__ sala_store_args a) {
-    sala_launch_next();
-    sala_wait_grid();
+// Block scores. A warp holds the queries of four tokens in registers, as columns of MMAs whose rows
+// are compressed keys: all warps of a block share them, they stream by in stages of 64. Row x of a
+// stream is row x - 1 of its tier, so that a page's rows (slots 0 .. 3, or the one of tier 2) are an
+// aligned run; nobody sees row -1. Tokens take turns by pairs: while the tensor cores work for one,
+// the scores of the other become exponentials.
+#define SALA_SCORE_TOKENS 4                      // of a warp
+#define SALA_SCORE_HALVES ((SALA_GROUP + 7) / 8) // of the group's heads, eight columns each
+#define SALA_SCORE_SCALE (MODEL.attn_scale * 1.44269504f)
+#define SALA_SCORE_SLACK 32.0f // how far a score may exceed the maximum before that is raised
+
+typedef struct sala_prefill_shared {
+    sala_act keys[3][64 * 128];             // stages
+    float score[8][SALA_SCORE_TOKENS][132]; // row scores of a warp's tokens: of row x at x % 128
+} sala_prefill_shared;
+
+static_assert(sizeof(sala_prefill_shared) == 66048, "the host asks for this much");
+
+// A warp's tokens, a lane's share: with lane = 4g + c, heads 8 * half + 2c and the one after.
+typedef struct sala_scorer {
+    uint32_t q[SALA_SCORE_TOKENS][SALA_SCORE_HALVES][8][2]; // B operands, eight steps of 16 k
+    float max[SALA_SCORE_TOKENS][SALA_SCORE_HALVES][2];     // then the log-sum-exp
+    float sum[SALA_SCORE_TOKENS][SALA_SCORE_HALVES][2];     // of exp2(score - max)
+    int row, rows, position; // the first token's row, how many there are, its position
+} sala_scorer;
+
+// The products of a pair's heads and 16 rows, of which x is the lane's first, the other is x + 8.
+typedef struct sala_scores {
+    float s[2][SALA_SCORE_HALVES][4];
+    int x;
+} sala_scores;
+
+// The copies of one thread: four rows of a stage, their pages looked up a stage ahead.
+typedef struct sala_tier_feed {
+    const sala_act *pool;
+    const int32_t *pages;
+    int blocks;  // that are wanted
+    int page[4]; // -1: none
+} sala_tier_feed;
+
+SALA_DEVICE void sala_tier_look(sala_tier_feed *f, int tier, int stage) {
+    int run = 16 * stage + ((int)threadIdx.x >> 4);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int block = tier == 1 ? run : 4 * run + i;
+        f->page[i] = block < f->blocks ? f->pages[block] : -1;
+    }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1)
-    sala_prefill_normaliser(const __grid_constant__ sala_select_args a) {
-    sala_launch_next();
-    sala_wait_grid();
+SALA_DEVICE void sala_tier_copy(sala_tier_feed *f, int tier, int stage, sala_act *keys) {
+    int row = ((int)threadIdx.x >> 4) * 4, piece = (int)threadIdx.x & 15;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int64_t page = (int64_t)f->page[i] * MODEL.kv_heads;
+        const sala_act *from = f->pool + (tier == 1 ? page * 4 + i : page) * 128;
+        if (f->page[i] >= 0) sala_copy16(keys + sala_vector_at(row + i, piece), from);
+    }
+    sala_copy_commit();
+    sala_tier_look(f, tier, stage + 1);
 }
 
+// Normalisers from the scores of a pair, in steps 0 .. 6. A lane adds up its own rows in order; the
+// maximum is raised where a score exceeds it by much, which is nearly never.
+SALA_DEVICE void sala_scorer_normalise(sala_scorer *w, int pair, int step, sala_scores *p,
+                                       float most[2][SALA_SCORE_HALVES][2]) {
+    int t = step / SALA_SCORE_HALVES, half = step % SALA_SCORE_HALVES;
+    if (step < 2 * SALA_SCORE_HALVES) {
+        unsigned visible = (unsigned)sala_tier_of(2, w->position + 2 * pair + t + 1);
+        float *s = p->s[t][half], *max = w->max[2 * pair + t][half];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if ((unsigned)(p->x + i / 2 * 8 - 1) >= visible) s[i] = -SALA_INFINITY;
+        for (int i = 0; i < 2; i++)
+            most[t][half][i] = fmaf(fmaxf(s[i], s[2 + i]), SALA_SCORE_SCALE, -max[i]);
+    } else if (step == 4) {
+        float peak = -SALA_INFINITY;
+#pragma unroll
+        for (int i = 0; i < 4 * SALA_SCORE_HALVES; i++)
+            peak = fmaxf(peak, most[i & 1][i / 4][i / 2 & 1]);
+        if (!(peak > SALA_SCORE_SLACK)) return;
+#pragma unroll
+        for (int i = 0; i < 4 * SALA_SCORE_HALVES; i++) {
+            const float *s = p->s[i & 1][i / 4] + (i / 2 & 1);
+            float *max = &w->max[2 * pair + (i & 1)][i / 4][i / 2 & 1];
+            if (!(most[i & 1][i / 4][i / 2 & 1] > SALA_SCORE_SLACK)) continue;
+            float top = fmaxf(s[0], s[2]) * SALA_SCORE_SCALE;
+            w->sum[2 * pair + (i & 1)][i / 4][i / 2 & 1] *= sala_exp2(*max - top);
+            *max = top;
+        }
+    } else if (step == 5 || step == 6) {
+#pragma unroll
+        for (int i = 0; i < 2 * SALA_SCORE_HALVES; i++) {
+            const float *s = p->s[step - 5][i / 2] + (i & 1);
+            float max = w->max[2 * pair + step - 5][i / 2][i & 1];
+            w->sum[2 * pair + step - 5][i / 2][i & 1] +=
+                sala_exp2(fmaf(s[0], SALA_SCORE_SCALE, -max)) +
+                sala_exp2(fmaf(s[2], SALA_SCORE_SCALE, -max));
+        }
+    }
+}
+
+// Row scores of a pair, in steps 0 .. 6: sums over a lane's heads, then the quad, always the same
+// tree, which leaves lane 4g + c with row x + 8 (c % 2) of token c / 2.
+SALA_DEVICE void sala_scorer_add(const sala_scorer *w, int pair, int step, const sala_scores *p,
+                                 float v[2][2], float *score) {
+    int c = (int)threadIdx.x & 3, t = step / SALA_SCORE_HALVES, half = step % SALA_SCORE_HALVES;
+    if (step < 2 * SALA_SCORE_HALVES) {
+        const float *s = p->s[t][half], *lse = w->max[2 * pair + t][half];
+        for (int i = 0; i < 2; i++) {
+            float sum = sala_exp2(fmaf(s[2 * i], SALA_SCORE_SCALE, -lse[0])) +
+                        sala_exp2(fmaf(s[2 * i + 1], SALA_SCORE_SCALE, -lse[1]));
+            v[t][i] = half ? v[t][i] + sum : sum;
+        }
+    } else if (step == 4) {
+        for (int i = 0; i < 2; i++) {
+            float other = __shfl_xor_sync(0xFFFFFFFFu, c & 1 ? v[i][0] : v[i][1], 1);
+            v[i][0] = (c & 1 ? v[i][1] : v[i][0]) + other;
+        }
+    } else if (step == 5) {
+        float other = __shfl_xor_sync(0xFFFFFFFFu, c & 2 ? v[0][0] : v[1][0], 2);
+        v[0][0] = (c & 2 ? v[1][0] : v[0][0]) + other;
+    } else if (step == 6) {
+        int x = p->x + (c & 1) * 8, token = 2 * pair + (c >> 1);
+        unsigned visible = (unsigned)sala_tier_of(1, w->position + token + 1);
+        score[token * 132 + (x & 127)] = (unsigned)(x - 1) < visible ? v[0][0] : -SALA_INFINITY;
+    }
+}
+
+// The products of a pair and a tile of 16 rows, among them what becomes of the scores before.
+SALA_DEVICE void sala_scorer_unit(sala_scorer *w, int tier, int pair, const sala_act *keys,
+                                  sala_scores *now, sala_scores *before, float *score) {
+    int lane = (int)threadIdx.x & 31, at = sala_vector_at(lane & 15, lane >> 4);
+    float most[2][SALA_SCORE_HALVES][2], v[2][2];
+    uint32_t a[2][4];
+#pragma unroll
+    for (int i = 0; i < 8 * SALA_SCORE_HALVES; i++) now->s[i & 1][i / 8][i / 2 & 3] = 0;
+    sala_ldmatrix4(a[0], keys + at);
+#pragma unroll
+    for (int step = 0; step < 8; step++) {
+        if (step < 7) // two pieces a step
+            sala_ldmatrix4(a[(step + 1) % 2],
+                           keys + (at ^ (step + 1) % 4 * 16) + (step + 1) / 4 * 64);
+#pragma unroll
+        for (int i = 0; i < 2 * SALA_SCORE_HALVES; i++)
+            sala_mma(now->s[i / SALA_SCORE_HALVES][i % SALA_SCORE_HALVES], a[step % 2],
+                     w->q[2 * pair + i / SALA_SCORE_HALVES][i % SALA_SCORE_HALVES][step]);
+        if (tier == 2)
+            sala_scorer_normalise(w, 1 - pair, step, before, most);
+        else
+            sala_scorer_add(w, 1 - pair, step, before, v, score);
+    }
+}
+
+// The lanes' sums to log-sum-exps. Infinity, so that a score is 0: no such head, or no row of tier 2.
+SALA_DEVICE void sala_scorer_merge(sala_scorer *w) {
+#pragma unroll
+    for (int i = 0; i < SALA_SCORE_TOKENS * SALA_SCORE_HALVES * 2; i++) {
+        int t = i & 3, half = i / 8, head = 8 * half + 2 * ((int)threadIdx.x & 3) + (i / 4 & 1);
+        float *max = &w->max[t][half][i / 4 & 1], sum = w->sum[t][half][i / 4 & 1], top = *max;
+        for (int step = 4; step < 32; step *= 2)
+            top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, step));
+        sum *= sala_exp2(*max - top);
+        for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+        bool any = head < SALA_GROUP && sala_tier_of(2, w->position + t + 1) > 0;
+        *max = any ? top + log2f(sum) : SALA_INFINITY;
+    }
+}
+
+// Blocks from 16 * stage - 1 on, whose rows' scores are there, to memory: 16 of them, or all that
+// are left (`rest`), which are in every window.
+SALA_DEVICE void sala_scorer_pool(const sala_select_args *a, const sala_scorer *w, int stage,
+                                  bool rest, const float *score) {
+    int lane = (int)threadIdx.x & 31;
+    __syncwarp();
+#pragma unroll 1
+    for (int t = lane >> 4; t < min(w->rows, SALA_SCORE_TOKENS); t += 2) {
+        int own = (w->position + t) / MODEL.block, end = rest ? own : min(own, 16 * stage + 14);
+        float *to =
+            a->score + ((int64_t)(w->row + t) * MODEL.kv_heads + (int)blockIdx.y) * a->capacity;
+        if (!sala_selects(w->position + t)) continue;
+#pragma unroll 1
+        for (int b = 16 * stage - 1 + (lane & 15); b <= end; b += 16) {
+            float best = -SALA_INFINITY;
+            for (int i = 0; i < 5; i++) best = fmaxf(best, score[t * 132 + ((4 * b + i) & 127)]);
+            if (b < MODEL.init_blocks || b + MODEL.local_blocks >= own) best = SALA_INFINITY;
+            if (b >= 0) to[b] = best;
+        }
+    }
+}
+
+// All stages of a tier, a constant, for what the token at `last` sees.
+SALA_DEVICE void sala_scorer_run(const sala_select_args *a, sala_scorer *w, int tier, int last,
+                                 int stages) {
+    sala_prefill_shared *shared = (sala_prefill_shared *)sala_shared();
+    const sala_act *pool = tier == 1 ? a->pages.tier1 : a->pages.tier2;
+    int slots = tier == 1 ? 4 : 1, slot = 0;
+    float *score = shared->score[threadIdx.x >> 5][0], most[2][SALA_SCORE_HALVES][2], v[2][2];
+    sala_tier_feed feed = {pool + (int)blockIdx.y * slots * 128 + ((int)threadIdx.x & 15) * 8,
+                           a->rows->seqs[0].pages,
+                           min(last / MODEL.block + 1, stages * 64 / slots)};
+    sala_scores s[2] = {};
+    s[1].x = ((int)threadIdx.x >> 2 & 7) - 16; // before all rows: nobody sees them
+    __syncthreads();                           // the last stages of the tier before have been read
+    sala_tier_look(&feed, tier, 0);
+    sala_tier_copy(&feed, tier, 0, shared->keys[0]);
+    sala_tier_copy(&feed, tier, 1, shared->keys[1]);
+#pragma unroll 1
+    for (int stage = 0; stage < stages; stage++) {
+        const sala_act *keys = shared->keys[slot];
+        SALA_COPY_WAIT(1);
+        __syncthreads(); // all copies of the stage are there, all warps done with the one before
+        sala_tier_copy(&feed, tier, stage + 2, shared->keys[slot ? slot - 1 : 2]);
+        slot = slot == 2 ? 0 : slot + 1;
+#pragma unroll 1
+        for (int tile = 0; tile < 4; tile++) {
+            s[0].x = s[1].x + 16;
+            sala_scorer_unit(w, tier, 0, keys + tile * 2048, &s[0], &s[1], score);
+            s[1].x = s[0].x;
+            sala_scorer_unit(w, tier, 1, keys + tile * 2048, &s[1], &s[0], score);
+            if (tier == 1 && tile == 0 && stage > 0) // now the rows of the stage before are whole
+                sala_scorer_pool(a, w, stage - 1, false, score);
+        }
+    }
+#pragma unroll
+    for (int step = 0; step < 7; step++)
+        if (tier == 2)
+            sala_scorer_normalise(w, 1, step, &s[1], most);
+        else
+            sala_scorer_add(w, 1, step, &s[1], v, score);
+    if (tier == 1) sala_scorer_pool(a, w, stages - 1, true, score);
+}
+
+// Normalisers from tier 2, then block scores from tier 1, of the rows that select. Blocks: (runs of
+// 32 rows, K/V heads), each reads what its last row sees: 20 KiB for 1024 tokens. Twin:
+// sala__row_scores and the pooling of sala__select_row.
 extern "C" __global__ void __launch_bounds__(256, 1)
     sala_prefill_score(const __grid_constant__ sala_select_args a) {
     sala_launch_next();
     sala_wait_grid();
+    sala_scorer w;
+    int lane = (int)threadIdx.x & 31, start = a.rows->position[0];
+    int first = ((int)gridDim.x - 1 - (int)blockIdx.x) * 8 * SALA_SCORE_TOKENS; // the longest first
+    int last = min(first + 8 * SALA_SCORE_TOKENS, a.rows->count) - 1;
+    if (last < first || !sala_selects(start + last)) return;
+    w.row = first + ((int)threadIdx.x >> 5) * SALA_SCORE_TOKENS;
+    w.rows = last + 1 - w.row;
+    w.position = start + w.row;
+#pragma unroll
+    for (int t = 0; t < SALA_SCORE_TOKENS; t++) {
+        int64_t row = min(w.row + t, last); // there may be fewer
+        const uint32_t *q = (const uint32_t *)a.q + row * (MODEL.heads * 64) +
+                            ((int)blockIdx.y * SALA_GROUP + (lane >> 2)) * 64 + (lane & 3);
+#pragma unroll
+        for (int i = 0; i < SALA_SCORE_HALVES * 16; i++) {
+            bool real = i / 16 * 8 + (lane >> 2) < SALA_GROUP;
+            w.q[t][i / 16][i / 2 % 8][i % 2] = real ? q[i / 16 * 512 + i % 16 * 4] : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < SALA_SCORE_HALVES * 2; i++)
+            w.max[t][i / 2][i % 2] = -1e30f, w.sum[t][i / 2][i % 2] = 0;
+    }
+    last += start;
+    sala_scorer_run(&a, &w, 2, last, sala_tier_of(2, last + 1) / 64 + 1);
+    sala_scorer_merge(&w);
+    // Of tier 1 only what lies before the last token's window.
+    sala_scorer_run(&a, &w, 1, last, max(last / MODEL.block - MODEL.local_blocks, 0) / 16 + 1);
 }
 
 // ---- 17. prefill: attention

@@ -6810,6 +6810,12 @@ static unsigned sala__list_blocks(const sala__gpu *g, int64_t parts) {
     return (unsigned)(most < 1 ? 1 : most < parts ? most : parts);
 }
 
+static void sala__launch_select_top(sala__gpu *g, const sala_select_args *a) {
+    unsigned lists = (unsigned)(g->rows * g->dims->kv_heads);
+    size_t short_of = a->capacity < 16384 ? 4 * (size_t)(16384 - a->capacity) : 0;
+    sala__launch(g, SALA__KERNEL_select_top, lists, 1, 1, SALA_SELECT_TOP_SHARED - short_of, a);
+}
+
 static void sala__launch_select(sala__gpu *g, const sala_select_args *a) {
     unsigned lists = (unsigned)(g->rows * g->dims->kv_heads);
     int64_t parts = (a->capacity + SALA_SELECT_PART - 1) / SALA_SELECT_PART;
@@ -6817,8 +6823,7 @@ static void sala__launch_select(sala__gpu *g, const sala_select_args *a) {
                  SALA_SELECT_NORMALISER_SHARED, a);
     sala__launch(g, SALA__KERNEL_select_score, lists, sala__list_blocks(g, parts), 1,
                  SALA_SELECT_SCORE_SHARED, a);
-    size_t short_of = a->capacity < 16384 ? 4 * (size_t)(16384 - a->capacity) : 0;
-    sala__launch(g, SALA__KERNEL_select_top, lists, 1, 1, SALA_SELECT_TOP_SHARED - short_of, a);
+    sala__launch_select_top(g, a);
 }
 
 static void sala__launch_attend(sala__gpu *g, const sala_attend_args *a) {
@@ -6871,12 +6876,21 @@ static void sala__launch_gla_prefill(sala__gpu *g, const sala_gla_args *a) {
     (void)g, (void)a;
 }
 
+#define SALA_PREFILL_STORE_SHARED 32768
+#define SALA_PREFILL_SCORE_SHARED 66048
+#define SALA_PREFILL_SCORE_ROWS 32 // of a block: SALA_SCORE_TOKENS of each warp
+
 static void sala__launch_store_prefill(sala__gpu *g, const sala_store_args *a) {
-    (void)g, (void)a;
+    unsigned blocks = (unsigned)g->rows / 64 + 2; // the chunk may begin and end inside a block
+    sala__launch(g, SALA__KERNEL_prefill_store, blocks, (unsigned)g->dims->kv_heads, 1,
+                 SALA_PREFILL_STORE_SHARED, a);
 }
 
 static void sala__launch_select_prefill(sala__gpu *g, const sala_select_args *a) {
-    (void)g, (void)a;
+    unsigned runs = ((unsigned)g->rows + SALA_PREFILL_SCORE_ROWS - 1) / SALA_PREFILL_SCORE_ROWS;
+    sala__launch(g, SALA__KERNEL_prefill_score, runs, (unsigned)g->dims->kv_heads, 1,
+                 SALA_PREFILL_SCORE_SHARED, a);
+    sala__launch_select_top(g, a);
 }
 
 #define SALA_PREFILL_DENSE_SHARED 98304 // sizes of the kernels' structs of shared memory

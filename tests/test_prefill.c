@@ -8,9 +8,17 @@
 
 #include "prefill_attend.h"
 #include "prefill_gemm.h"
+#include "prefill_select.h"
 
 int main(int argc, char **argv) {
     static const check_entry tests[] = {PREFILL_GEMM_TESTS,
+                                        TEST(prefill_store),
+                                        TEST(prefill_select_group_1),
+                                        TEST(prefill_select_group_2),
+                                        TEST(prefill_select_group_3),
+                                        TEST(prefill_select_group_8),
+                                        TEST(prefill_select_group_16),
+                                        TEST(prefill_select_long),
                                         TEST(prefill_attend_group_1),
                                         TEST(prefill_attend_group_2),
                                         TEST(prefill_attend_group_3),

@@ -43,7 +43,9 @@ static long dynamic_shared(const char *kernel, const sala_dims *m) {
                  {"sala_attend_combine", SALA_ATTEND_COMBINE_SHARED},
                  {"sala_sample", SALA_SAMPLE_SHARED},
                  {"sala_prefill_dense", SALA_PREFILL_DENSE_SHARED},
-                 {"sala_prefill_sparse", SALA_PREFILL_SPARSE_SHARED(m->top_k)}};
+                 {"sala_prefill_sparse", SALA_PREFILL_SPARSE_SHARED(m->top_k)},
+                 {"sala_prefill_store", SALA_PREFILL_STORE_SHARED},
+                 {"sala_prefill_score", SALA_PREFILL_SCORE_SHARED}};
     for (size_t i = 0; i < sizeof known / sizeof known[0]; i++)
         if (strcmp(kernel, known[i].kernel) == 0) return known[i].bytes;
     return 0;

@@ -421,6 +421,9 @@ static inline void sala_wait_grid(SALA_SIM_LINE) {
 }
 static inline void sala_launch_next(void) {
 }
+static inline float sala_exp2(float x) {
+    return x < -126 ? 0 : exp2f(x);
+}
 static inline void sala_mma(float d[4], const uint32_t a[4], const uint32_t b[2], SALA_SIM_LINE) {
     sala_sim_operand o = {};
     o.d = d;
@@ -454,9 +457,6 @@ static inline void sala_copy_commit(void) {
     sala_sim->copy_commit();
 }
 #define SALA_COPY_WAIT(n) sala_sim->copy_wait(n, __LINE__)
-static inline float sala_exp2(float x) {
-    return x < -126 ? 0 : exp2f(x);
-}
 static inline uint4 sala_load_once(const void *global, SALA_SIM_LINE) {
     sala_sim->check(global, 16, 16, line);
     uint4 v;
