@@ -663,30 +663,31 @@ typedef struct sala_sample_args {
     int32_t *token;                // [rows] out, -1: unusable logits
 } sala_sample_args;
 
-// All kernels: X(name, args, threads). The kernel is sala_<name>.
+// All kernels: X(name, args, threads, unit). The kernel is sala_<name>; a unit is what NVRTC compiles
+// by itself, side by side with the others: 0 what decoding needs, 1 what only prefill does.
 #define SALA_KERNELS(X)                                                                            \
-    X(pack, sala_pack_args, 256)                                                                   \
-    X(fill, sala_fill_args, 256)                                                                   \
-    X(read, sala_read_args, 256)                                                                   \
-    X(embed, sala_embed_args, 256)                                                                 \
-    X(rope_table, sala_rope_args, 64)                                                              \
-    X(norm, sala_norm_args, 128)                                                                   \
-    X(gemm, sala_product_args, 128)                                                                \
-    X(qk_norm_rope, sala_qk_args, 128)                                                             \
-    X(gla_verify, sala_gla_args, 128)                                                              \
-    X(gate, sala_gate_args, 256)                                                                   \
-    X(select_normaliser, sala_select_args, 256)                                                    \
-    X(select_score, sala_select_args, 256)                                                         \
-    X(select_top, sala_select_args, 1024)                                                          \
-    X(attend, sala_attend_args, 128)                                                               \
-    X(attend_combine, sala_attend_args, 256)                                                       \
-    X(sample, sala_sample_args, 1024)                                                              \
-    X(commit, sala_commit_args, 128)                                                               \
-    X(prefill_gemm, sala_product_args, 128)                                                        \
-    X(prefill_gla, sala_gla_args, 256)                                                             \
-    X(prefill_store, sala_store_args, 256)                                                         \
-    X(prefill_score, sala_select_args, 256)                                                        \
-    X(prefill_dense, sala_attend_args, 128)                                                        \
-    X(prefill_sparse, sala_attend_args, 128)
+    X(pack, sala_pack_args, 256, 0)                                                                \
+    X(fill, sala_fill_args, 256, 0)                                                                \
+    X(read, sala_read_args, 256, 0)                                                                \
+    X(embed, sala_embed_args, 256, 0)                                                              \
+    X(rope_table, sala_rope_args, 64, 0)                                                           \
+    X(norm, sala_norm_args, 128, 0)                                                                \
+    X(gemm, sala_product_args, 128, 0)                                                             \
+    X(qk_norm_rope, sala_qk_args, 128, 0)                                                          \
+    X(gla_verify, sala_gla_args, 128, 0)                                                           \
+    X(gate, sala_gate_args, 256, 0)                                                                \
+    X(select_normaliser, sala_select_args, 256, 0)                                                 \
+    X(select_score, sala_select_args, 256, 0)                                                      \
+    X(select_top, sala_select_args, 1024, 0)                                                       \
+    X(attend, sala_attend_args, 128, 0)                                                            \
+    X(attend_combine, sala_attend_args, 256, 0)                                                    \
+    X(sample, sala_sample_args, 1024, 0)                                                           \
+    X(commit, sala_commit_args, 128, 0)                                                            \
+    X(prefill_gemm, sala_product_args, 128, 1)                                                     \
+    X(prefill_gla, sala_gla_args, 256, 1)                                                          \
+    X(prefill_store, sala_store_args, 256, 1)                                                      \
+    X(prefill_score, sala_select_args, 256, 1)                                                     \
+    X(prefill_dense, sala_attend_args, 128, 1)                                                     \
+    X(prefill_sparse, sala_attend_args, 128, 1)
 
 #endif // SALA_KERNELS_H

@@ -95,6 +95,8 @@ SALA_DEVICE void sala_ldmatrix4_trans(uint32_t r[4], const void *shared) {
 
 // 16 bytes from global to shared memory in the background; they are there after a commit and a
 // wait (of this thread; a barrier makes them visible to the others).
+// (A hint that weights may leave the L2 cache first would fit, but NVRTC 13.0 assembles cp.async with
+// a cache hint wrongly for sm_90 and later.)
 SALA_DEVICE void sala_copy16_or_zero(void *shared, const void *global, bool valid) {
     uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(global),
@@ -105,12 +107,6 @@ SALA_DEVICE void sala_copy16_or_zero(void *shared, const void *global, bool vali
 SALA_DEVICE void sala_copy16(void *shared, const void *global) {
     uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(global) : "memory");
-}
-
-// The same for weights. A policy that lets them leave the L2 cache first would fit, but NVRTC 13.0
-// assembles cp.async with a cache hint wrongly for sm_90 and later.
-SALA_DEVICE void sala_copy16_stream(void *shared, const void *global) {
-    sala_copy16(shared, global);
 }
 
 SALA_DEVICE void sala_copy_commit(void) {
@@ -148,6 +144,9 @@ SALA_DEVICE void sala_await(const int *counter, int target) {
 #endif
 
 constexpr sala_dims MODEL = {SALA_DIMS};
+
+// Is a kernel of this unit wanted? (see SALA_KERNELS)
+#define SALA_HAS(unit) (SALA_UNIT == unit || defined(SALA_TRACE))
 
 // ---- 2. small helpers
 
@@ -189,6 +188,28 @@ SALA_DEVICE float sala_block_sum(float x, float *partial) {
 SALA_DEVICE float sala_sigmoid(float x) {
     return 1.0f / (1.0f + expf(-x));
 }
+
+SALA_DEVICE float sala_swiglu(float gate, float up) {
+    gate = sala_round(gate);
+    return sala_round(gate * sala_sigmoid(gate)) * sala_round(up);
+}
+
+// Two elements of the gate kernel: norm and gate, each optional.
+SALA_DEVICE uint32_t sala_gate_pair(uint32_t o, float inverse, bool normed, uint32_t weight,
+                                    bool gated, uint32_t gate) {
+    float low = sala_low(o), high = sala_high(o);
+    if (normed) {
+        low = sala_round(sala_round(low * inverse) * sala_low(weight));
+        high = sala_round(sala_round(high * inverse) * sala_high(weight));
+    }
+    if (gated) {
+        low *= sala_round(sala_sigmoid(sala_low(gate)));
+        high *= sala_round(sala_sigmoid(sala_high(gate)));
+    }
+    return sala_pair(low, high);
+}
+
+#if SALA_HAS(0)
 
 // ---- 3. embedding, positions, norms of heads, gates
 
@@ -295,21 +316,6 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     if (weight) x = sala_head_norm(x, sala_head_squares(x), a.eps, sala_head_load(weight));
     if (a.cos_sin) x = sala_head_rope(x, ((const float4 *)(a.cos_sin + r * 128))[lane]);
     sala_head_store(head, x);
-}
-
-// Two elements of the gate kernel: norm and gate, each optional.
-SALA_DEVICE uint32_t sala_gate_pair(uint32_t o, float inverse, bool normed, uint32_t weight,
-                                    bool gated, uint32_t gate) {
-    float low = sala_low(o), high = sala_high(o);
-    if (normed) {
-        low = sala_round(sala_round(low * inverse) * sala_low(weight));
-        high = sala_round(sala_round(high * inverse) * sala_high(weight));
-    }
-    if (gated) {
-        low *= sala_round(sala_sigmoid(sala_low(gate)));
-        high *= sala_round(sala_sigmoid(sala_high(gate)));
-    }
-    return sala_pair(low, high);
 }
 
 // The sum of squares of a pair, added to `sum` in order.
@@ -421,8 +427,7 @@ SALA_DEVICE void sala_gemm_next(const sala_product_args *a, sala_gemm_feed *feed
 SALA_DEVICE void sala_gemm_copy_weights(const sala_product_args *a, const sala_gemm_feed *feed) {
     unsigned char *to = sala_shared() + feed->slot + threadIdx.x * 16;
     if (feed->item >= a->items) return;
-    for (int i = 0; i < SALA_GEMM_X; i += SALA_GEMM_THREADS * 16)
-        sala_copy16_stream(to + i, feed->w + i);
+    for (int i = 0; i < SALA_GEMM_X; i += SALA_GEMM_THREADS * 16) sala_copy16(to + i, feed->w + i);
 }
 
 // Units 0..3 and 4..7 of every other row change places: a quarter of a warp that reads four units
@@ -469,11 +474,6 @@ SALA_DEVICE void sala_gemm_multiply(const unsigned char *w, const unsigned char 
 // of every other pair of rows shifted by 8 for the banks.
 SALA_DEVICE int sala_gemm_place(int row, int column) {
     return row * SALA_GEMM_ROWS + (column ^ (row & 6) << 2);
-}
-
-SALA_DEVICE float sala_swiglu(float gate, float up) {
-    gate = sala_round(gate);
-    return sala_round(gate * sala_sigmoid(gate)) * sala_round(up);
 }
 
 // Logits, of a vocabulary of any size.
@@ -1126,6 +1126,8 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         sala_commit_lightning(&a, s, layer - a.sparse_layers, r, n);
 }
 
+#endif
+
 // ---- 8. sparse attention: compressed rows, block selection, attention over blocks
 // blockIdx.x is a list: (row of the pass, K/V head); blockIdx.y, in strides of gridDim.y, a part of
 // it. Lists are innermost, so that the nodes of a tree meet in the L2 cache. Parts stand at absolute
@@ -1227,6 +1229,17 @@ SALA_DEVICE void sala_score_keys(float (*s)[4], const sala_act *q, const sala_ac
     for (int i = 0; i < keys / 2; i++) s[i / 4][i % 4] *= MODEL.attn_scale * 1.44269504f;
 }
 
+// Element x of a compressed row: the mean of its window's keys, summed in position order as on the
+// CPU, the same bits.
+SALA_DEVICE sala_act sala_window_mean(const sala_act *keys, int count) {
+    float sum = 0;
+#pragma unroll 4
+    for (int i = 0; i < count; i++) sum += sala_load(keys[i * 128]);
+    return sala_store(sum * (count == 32 ? 1.0f / 32 : 1.0f / 128)); // a power of two: exact
+}
+
+#if SALA_HAS(0)
+
 // ---- 10. selection, 1: compressed rows and normalisers
 
 typedef struct sala_normaliser_shared {
@@ -1257,15 +1270,6 @@ SALA_DEVICE void sala_window_load(const sala_select_args *a, const sala_view *v,
     sala_copy_commit();
     SALA_COPY_WAIT(0);
     __syncthreads();
-}
-
-// Element x of a compressed row: the mean of its window's keys, summed in position order as on the
-// CPU, the same bits.
-SALA_DEVICE sala_act sala_window_mean(const sala_act *keys, int count) {
-    float sum = 0;
-#pragma unroll 4
-    for (int i = 0; i < count; i++) sum += sala_load(keys[i * 128]);
-    return sala_store(sum * (count == 32 ? 1.0f / 32 : 1.0f / 128)); // a power of two: exact
 }
 
 SALA_DEVICE bool sala_completes(int position) { // does its token complete compressed rows?
@@ -1928,6 +1932,9 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     if (a.gate) x *= sala_round(sala_sigmoid(sala_load(gate)));
     a.o[at] = sala_store(x);
 }
+
+#endif
+#if SALA_HAS(1)
 
 // ---- 14. prefill: matrix products
 // With many rows of x the tensor cores are the limit, so here a block keeps a tile of results in
@@ -2882,6 +2889,9 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     sala_sparse_merge(&a, first, head, shared);
 }
 
+#endif
+#if SALA_HAS(0)
+
 // ---- 18. sample: from rows of logits to tokens (the steps are those of sala.h section [6])
 
 // Rank of +infinity: NaN ranks above it, whatever its sign.
@@ -3419,3 +3429,4 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     }
     if (sum == 0x12345678u) *a.out = sum; // so that nothing is optimised away
 }
+#endif

@@ -6439,7 +6439,7 @@ static int sala__cuda_build(const sala__cuda *c, sala__cuda_unit *units, int cou
     pthread_attr_setstacksize(&attributes, (size_t)16 << 20);
     for (int i = 0; i < count; i++) {
         sala__cuda_unit *u = &units[i];
-        u->started = u->cubin == NULL;
+        u->started = u->cuda && !u->cubin;
         u->threaded =
             u->started && pthread_create(&u->thread, &attributes, sala__cuda_compile_main, u) == 0;
         if (u->started && !u->threaded) sala__cuda_compile_main(u);
@@ -6462,6 +6462,7 @@ static int sala__cuda_load(sala__cuda *c, sala__cuda_unit *units, int count, sal
     int first = c->module_count;
     sala__cu_result result = 0;
     for (int i = 0; i < count && result == 0; i++) {
+        if (!units[i].cuda) continue;
         result = c->api.cuModuleLoadData(&c->modules[c->module_count], units[i].cubin);
         if (result == 0) c->module_count++;
     }
@@ -6471,17 +6472,20 @@ static int sala__cuda_load(sala__cuda *c, sala__cuda_unit *units, int count, sal
 
 // Returns the number of cubins that came from the cache in *cached.
 static int sala__cuda_make_modules(sala__cuda *c, const char *const *options, int option_count,
-                                   int count, int use_cache, int *cached, sala_error *err) {
+                                   unsigned wanted, int use_cache, int *cached, sala_error *err) {
+    enum { count = SALA__CUDA_MODULES };
     sala__cuda_unit units[SALA__CUDA_MODULES];
     memset(units, 0, sizeof units);
     char *folder = sala__cuda_cache_folder(&c->env);
-    int code = 0;
+    int code = 0, missing = 0;
     *cached = 0;
     for (int i = 0; i < count && code == 0; i++) {
+        if (!(wanted >> i & 1)) continue;
         code = sala__cuda_make_unit(c, i, options, option_count, folder, &units[i], err);
         if (code == 0 && use_cache) *cached += sala__cuda_cache_read(&c->env, &units[i]);
+        missing += !units[i].cubin;
     }
-    if (code == 0 && *cached < count) code = sala__cuda_build(c, units, count, folder, err);
+    if (code == 0 && missing) code = sala__cuda_build(c, units, count, folder, err);
     if (code == 0) code = sala__cuda_load(c, units, count, err);
     for (int i = 0; i < count; i++) {
         sala__release(&c->env, units[i].cubin);
@@ -6491,18 +6495,19 @@ static int sala__cuda_make_modules(sala__cuda *c, const char *const *options, in
     return code;
 }
 
-// Compile (or take from the cache) and load the kernels of sala.cu, cut into `count` units.
+// Compile (or take from the cache) and load units of sala.cu, one for each bit of `wanted`.
 // `options`: -D of this model. May take seconds, with progress; a second call adds modules.
 static int sala__cuda_compile(sala__cuda *c, const char *const *options, int option_count,
-                              int count, sala_error *err) {
+                              unsigned wanted, sala_error *err) {
     int cached;
-    if (count < 1 || c->module_count + count > SALA__CUDA_MODULES)
-        return sala__fail(err, SALA_E_ARGUMENT, "%d units of kernels are too many", count);
-    int code = sala__cuda_make_modules(c, options, option_count, count, 1, &cached, err);
+    if (wanted == 0 || wanted >> SALA__CUDA_MODULES ||
+        c->module_count + __builtin_popcount(wanted) > SALA__CUDA_MODULES)
+        return sala__fail(err, SALA_E_ARGUMENT, "these units of kernels cannot be loaded");
+    int code = sala__cuda_make_modules(c, options, option_count, wanted, 1, &cached, err);
     if (code != SALA_E_DEVICE || cached == 0) return code;
     sala__log(&c->env, SALA_LOG_INFO, "the driver refuses cached kernels: compiling again");
     sala__clear(err);
-    return sala__cuda_make_modules(c, options, option_count, count, 0, &cached, err);
+    return sala__cuda_make_modules(c, options, option_count, wanted, 0, &cached, err);
 }
 
 // ---- launching ----
@@ -6587,7 +6592,7 @@ static void sala__cuda_graph_free(sala__cuda *c, sala__cu_exec exec) {
    -------------------------------------------------------------------------------------------- */
 
 enum {
-#define SALA__KERNEL_ID(name, args, threads) SALA__KERNEL_##name,
+#define SALA__KERNEL_ID(name, args, threads, unit) SALA__KERNEL_##name,
     SALA_KERNELS(SALA__KERNEL_ID)
 #undef SALA__KERNEL_ID
         SALA__KERNEL_COUNT
@@ -6595,9 +6600,9 @@ enum {
 
 static const struct {
     const char *name;
-    unsigned threads;
+    unsigned threads, unit;
 } sala__kernels[SALA__KERNEL_COUNT] = {
-#define SALA__KERNEL_ROW(name, args, threads) {"sala_" #name, threads},
+#define SALA__KERNEL_ROW(name, args, threads, unit) {"sala_" #name, threads, unit},
     SALA_KERNELS(SALA__KERNEL_ROW)
 #undef SALA__KERNEL_ROW
 };
@@ -6619,6 +6624,7 @@ typedef struct sala__gpu {
     int early;      // kernels may start while the one before them ends (PDL)
     int prefill;    // the pass is a chunk of a prompt: operations take that form
     int shape;      // tests: 1 + the shape of tiles that prefill's products take, 0: the fastest
+    unsigned units; // of kernels that are loaded, a bit each; 0: all (tests load what they need)
     int variant;    // kind of a product, for the next line
     int only;       // benchmarks: 1 + 4 * kernel + variant that is launched alone, 0: all
     int launches;
@@ -6984,24 +6990,26 @@ static void sala__gpu_dims_option(const sala_dims *m, char out[1024]) {
                       i + 1 < float_count ? "," : "");
 }
 
-#define SALA__GPU_UNITS 1 // NVRTC programs that are compiled side by side
+#define SALA__GPU_UNITS 2
 
 static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) { // inside enter
     char dims_option[1024];
     const char *options[] = {dims_option, "-DSALA_TRACE"};
-    const int trace = getenv("SALA_TRACE") != NULL; // see tools/bench_gpu.c
+    const int trace = getenv("SALA_TRACE") != NULL; // see tools/bench_gpu.c: one unit holds all
+    if (!g->units) g->units = (1u << SALA__GPU_UNITS) - 1;
     g->dims = dims;
     g->multiprocessors = g->cuda.multiprocessors;
     g->early = 1;
     sala__gpu_dims_option(dims, dims_option);
     double start = sala__now();
-    int code = sala__cuda_compile(&g->cuda, options, 1 + trace, trace ? 1 : SALA__GPU_UNITS, err);
+    int code = sala__cuda_compile(&g->cuda, options, 1 + trace, trace ? 1 : g->units, err);
     if (code == 0 && sala__now() - start > 1)
         sala__log(&g->cuda.env, SALA_LOG_INFO, "kernels compiled for %s in %.1f s; they are cached",
                   g->cuda.architecture, sala__now() - start);
     for (int i = 0; i < SALA__KERNEL_COUNT && code == 0; i++)
-        code = sala__cuda_get_kernel(&g->cuda, sala__kernels[i].name, SALA__SHARED_MOST,
-                                     &g->kernels[i], err);
+        if (g->units >> sala__kernels[i].unit & 1)
+            code = sala__cuda_get_kernel(&g->cuda, sala__kernels[i].name, SALA__SHARED_MOST,
+                                         &g->kernels[i], err);
     return code;
 }
 

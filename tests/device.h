@@ -7,6 +7,7 @@ static sala__gpu device_gpu;
 static sala__gpu *const gpu = &device_gpu; // for the launchers
 static sala_dims device_dims;
 static int device_is_open;
+static unsigned device_units; // of kernels that are needed, a bit each; 0: all
 
 // Which libraries stand for the driver and the compiler. 0: neither GPU nor simulator is there.
 static int device_exists(void) {
@@ -42,6 +43,7 @@ static inline void device_open(const sala_dims *dims) {
     device_close();
     memset(gpu, 0, sizeof *gpu);
     device_dims = *dims;
+    gpu->units = device_units;
     device_must(sala__cuda_open(&env, ordinal ? atoi(ordinal) : 0, &gpu->cuda, &err), &err);
     device_must(sala__cuda_enter(&gpu->cuda, &err), &err);
     device_must(sala__gpu_open(gpu, &device_dims, &err), &err);

@@ -378,7 +378,7 @@ static int compile_tiny(const char *option, sala_error *err) {
     CHECK(code == 0, "%s", err->text);
     if (code == 0) code = sala__cuda_enter(&c, err);
     if (code < 0) return code;
-    code = sala__cuda_compile(&c, &option, 1, 2, err);
+    code = sala__cuda_compile(&c, &option, 1, 3, err);
     CHECK(c.module_count == (code < 0 ? 0 : 2), "%d modules", c.module_count);
     sala__cuda_leave(&c);
     sala__cuda_close(&c);
@@ -730,7 +730,7 @@ static void launches(void) {
         sala_error err = {0, ""};
         fake(behaviours[early / 2]);
         if (open_tiny(&c, &err) < 0 || sala__cuda_enter(&c, &err) < 0) continue;
-        CHECK(sala__cuda_compile(&c, NULL, 0, 2, &err) == 0, "%s", err.text);
+        CHECK(sala__cuda_compile(&c, NULL, 0, 3, &err) == 0, "%s", err.text);
         sala__cuda_kernel k;
         CHECK(sala__cuda_get_kernel(&c, "sala_tiny", 101376, &k, &err) == 0, "%s", err.text);
         int args = 77 + early, *seen = counter("fake_launch");
@@ -793,19 +793,19 @@ static void compiling(void) {
     fake("");
     if (open_tiny(&c, &err) < 0 || sala__cuda_enter(&c, &err) < 0) return;
     c.source = "#error";
-    int code = sala__cuda_compile(&c, NULL, 0, 2, &err);
+    int code = sala__cuda_compile(&c, NULL, 0, 3, &err);
     CHECK(code == SALA_E_DEVICE && c.module_count == 0, "%d", code);
     CHECK(strcmp(err.text, "NVRTC 13.0 cannot compile sala.cu for sm_90, error 6: sala.cu(3): "
                            "error: no such \"thing\"  ") == 0,
           "%s", err.text);
     fake("nvrtcCreateProgram=1");
-    code = sala__cuda_compile(&c, NULL, 0, 2, &err);
+    code = sala__cuda_compile(&c, NULL, 0, 3, &err);
     CHECK(code == SALA_E_DEVICE && strstr(err.text, "error 1: no log"), "%s", err.text);
     const char *many[SALA__CUDA_OPTIONS] = {""};
     for (int i = 0; i < SALA__CUDA_OPTIONS; i++) many[i] = "-DX";
     code = sala__cuda_compile(&c, many, SALA__CUDA_OPTIONS, 1, &err);
     CHECK(code == SALA_E_ARGUMENT, "%s", err.text);
-    code = sala__cuda_compile(&c, NULL, 0, SALA__CUDA_MODULES + 1, &err);
+    code = sala__cuda_compile(&c, NULL, 0, 1u << SALA__CUDA_MODULES, &err);
     CHECK(code == SALA_E_ARGUMENT, "%s", err.text);
     sala__cuda_leave(&c);
     sala__cuda_close(&c);
@@ -972,7 +972,7 @@ static void *compile_beside(void *result) {
     c.source = tiny_source;
     c.header = tiny_header;
     if (code == 0) code = sala__cuda_enter(&c, &err);
-    if (code == 0) code = sala__cuda_compile(&c, NULL, 0, 2, &err);
+    if (code == 0) code = sala__cuda_compile(&c, NULL, 0, 3, &err);
     if (code == 0) sala__cuda_leave(&c);
     if (code == 0) sala__cuda_close(&c);
     *(int *)result = code;
@@ -1021,7 +1021,7 @@ static void real_compiler(void) {
     printf("  NVRTC %d: compiled in %.0f ms, from the cache in %.1f ms\n", c.compiler_version,
            1e3 * (middle - start), 1e3 * (sala__now() - middle));
     c.source = "#include \"kernels.h\"\n\n__global__ void f(tiny a) { *a.p = nonsense; }\n";
-    code = sala__cuda_compile(&c, NULL, 0, 2, &err);
+    code = sala__cuda_compile(&c, NULL, 0, 3, &err);
     CHECK(code == SALA_E_DEVICE && c.module_count == 2, "%d", code);
     CHECK(strstr(err.text, "sala.cu(3): error: identifier \"nonsense\" is undefined"), "%s",
           err.text);

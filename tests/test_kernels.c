@@ -1,4 +1,4 @@
-// Every kernel against its C twin, on the simulator (default) or a GPU (SALA_TEST_GPU=N).
+// Every kernel of decoding against its C twin, on the simulator (default) or a GPU (SALA_TEST_GPU=N).
 #define SALA_IMPLEMENTATION
 #include "../sala.h"
 
@@ -36,6 +36,7 @@ int main(int argc, char **argv) {
         printf("0 passed, 0 failed\n");
         return 0;
     }
+    device_units = 1;
     int status = check_main(tests, (int)(sizeof tests / sizeof tests[0]), argc, argv);
     device_close();
     return status;

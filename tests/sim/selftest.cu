@@ -26,7 +26,7 @@ KERNEL(copies) {
     for (int i = 0; i < 4; i++) shared[i * THREADS + t] = make_uint4(7, 7, 7, 7);
     sala_copy16(&shared[t], &in[t]);
     sala_copy_commit();
-    sala_copy16_stream(&shared[THREADS + t], &in[THREADS + t]);
+    sala_copy16(&shared[THREADS + t], &in[THREADS + t]);
     sala_copy_commit();
     sala_copy16_or_zero(&shared[2 * THREADS + t], &in[2 * THREADS + t], t % 2);
     sala_copy16(&shared[3 * THREADS + t], &in[t]);

@@ -450,9 +450,6 @@ static inline void sala_copy16_or_zero(void *shared, const void *global, bool va
                                        SALA_SIM_LINE) {
     sala_sim->copy(shared, global, valid, line);
 }
-static inline void sala_copy16_stream(void *shared, const void *global, SALA_SIM_LINE) {
-    sala_sim->copy(shared, global, true, line);
-}
 static inline void sala_copy_commit(void) {
     sala_sim->copy_commit();
 }
