@@ -684,7 +684,7 @@ typedef struct sala_sample_args {
     X(sample, sala_sample_args, 1024, 0)                                                           \
     X(commit, sala_commit_args, 128, 0)                                                            \
     X(prefill_gemm, sala_product_args, 128, 1)                                                     \
-    X(prefill_gla, sala_gla_args, 256, 1)                                                          \
+    X(prefill_gla, sala_gla_args, 320, 1)                                                          \
     X(prefill_store, sala_store_args, 256, 1)                                                      \
     X(prefill_score, sala_select_args, 256, 1)                                                     \
     X(prefill_dense, sala_attend_args, 128, 1)                                                     \

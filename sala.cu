@@ -76,6 +76,13 @@ SALA_DEVICE float sala_exp2(float x) {
     return y;
 }
 
+// a * b + c of two pairs of BF16, each rounded once.
+SALA_DEVICE uint32_t sala_fma2(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 SALA_DEVICE void sala_ldmatrix4(uint32_t r[4], const void *shared) {
     uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
@@ -159,6 +166,11 @@ SALA_DEVICE float sala_high(uint32_t pair) {
 }
 
 SALA_DEVICE uint32_t sala_pair(float low, float high) {
+#ifndef SALA_SIM
+    uint32_t pair; // one instruction for the same
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#endif
     return (uint32_t)sala_f32_bf16(low) | (uint32_t)sala_f32_bf16(high) << 16;
 }
 
@@ -2173,11 +2185,364 @@ extern "C" __global__ void __launch_bounds__(SALA_PREFILL_THREADS, 2)
 }
 
 // ---- 15. prefill: lightning attention
+// A block takes 32 columns of a head's state through all tiles of the chunk (the chunk form,
+// model.md 4), with warps in three roles. Four keepers have the state, as S^T of 32 keys each, in
+// the accumulators of mma; four readers have 16 rows of the tile each; two feeders copy. A role's
+// loop is short: all of them together must stay in the instruction cache. Whatever is not BF16 by
+// nature (the state, decayed scores and values) enters an mma as two BF16 parts, so that errors stay
+// near 2^-16. Two barriers divide a tile:
+//   keepers:  decay v   |  S' = decay^size S + k^T v          |  show S' in shared memory
+//   readers:  q k^T     |  decay it; o = q S, decayed; load v |  o += q k^T v; store o
+//   feeders:            |  wait for the next tile             |  copy the one after it
 
-extern "C" __global__ void __launch_bounds__(256, 1)
+#define SALA_GLA_WIDE 32 // columns of a block
+
+typedef struct sala_gla_tiles {
+    sala_act q[2][64][128], k[2][64][128]; // of two tiles, in pieces of 16 bytes, swizzled
+    sala_act v[3][64][SALA_GLA_WIDE];      // of three
+    uint4 state[8][4][32]; // operands b of 16 keys x 8 columns, a lane's words: high, low parts
+    uint2 fade[64];        // decay^i and decay^(i - 1) as pairs of BF16: high, low parts
+    float power[68];       // decay^i
+    float scaled[132];     // lin_scale decay^(i - 64), 0 where that is negative
+} sala_gla_tiles;
+static_assert(sizeof(sala_gla_tiles) == 95520, "the host asks for this much");
+
+// Where a block and a warp stand.
+typedef struct sala_gla_chunk {
+    int head, kv_head, column; // first of 32
+    int rows, first, tiles;    // of the chunk, of its first tile; number of tiles
+    int start, size;           // a tile: first row, rows,
+    int stage, stage_v;        // and its places in shared memory
+    int which;                 // of the warps of a role
+    int lane, row, pair;       // row and pair of columns of the lane in an accumulator
+    sala_gla_tiles *shared;
+} sala_gla_chunk;
+
+SALA_DEVICE void sala_gla_meet(void) { // the roles, each from its own loop
+    __syncthreads();
+}
+
+SALA_DEVICE void sala_gla_tile(sala_gla_chunk *at, int t) {
+    at->start = t ? at->first + 64 * (t - 1) : 0;
+    at->size = t ? min(64, at->rows - at->start) : at->first;
+    at->stage = t & 1;
+    at->stage_v = t % 3;
+}
+
+// Two numbers as BF16, and what that lost, again as BF16.
+SALA_DEVICE void sala_split(float x, float y, uint32_t *high, uint32_t *low) {
+    *high = sala_pair(x, y);
+    *low = sala_pair(x - sala_low(*high), y - sala_high(*high));
+}
+
+// The lane's address of a piece of 16 bytes of a row of q or k, of v.
+SALA_DEVICE const sala_act *sala_gla_wide(const sala_act (*tile)[128], int row, int piece) {
+    return &tile[row][(piece ^ (row & 7)) * 8];
+}
+
+SALA_DEVICE const sala_act *sala_gla_narrow(const sala_act (*tile)[SALA_GLA_WIDE], int row,
+                                            int piece) {
+    return &tile[row][(piece ^ (row >> 1 & 3)) * 8];
+}
+
+// ---- keepers: s[16 columns][8 keys] of S^T, keys 32 * which ..
+
+SALA_DEVICE void sala_gla_move(const sala_gla_args *a, const sala_gla_chunk *at, bool back,
+                               float s[2][4][4]) {
+    float *state = a->state + ((int64_t)a->rows->seqs[0].slot * MODEL.lin_heads + at->head) * 16384;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        float *own = state + sala_state_place(32 * at->which + 8 * (i & 3) + at->pair,
+                                              at->column + 16 * (i >> 2) + at->row);
+#pragma unroll
+        for (int e = 0; e < 4; e++) { // a key on, eight columns on
+            float *x = own + (e & 1) * SALA_GLA_COLUMNS + (e >> 1) * 8;
+            if (back)
+                *x = s[i >> 2][i & 3][e];
+            else
+                s[i >> 2][i & 3][e] = *x;
+        }
+    }
+}
+
+// S to shared memory, as the readers want it.
+SALA_DEVICE void sala_gla_show(const sala_gla_chunk *at, const float s[2][4][4]) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) { // 16 keys, 8 columns
+        int k = i >> 2, m = i >> 1 & 1, e = 2 * (i & 1);
+        uint4 own;
+        sala_split(s[m][2 * k][e], s[m][2 * k][e + 1], &own.x, &own.z);
+        sala_split(s[m][2 * k + 1][e], s[m][2 * k + 1][e + 1], &own.y, &own.w);
+        at->shared->state[2 * at->which + k][i & 3][at->lane] = own;
+    }
+}
+
+// v^T of the tile, decayed to its end.
+SALA_DEVICE void sala_gla_values(const sala_gla_chunk *at, uint32_t high[4][2][4],
+                                 uint32_t low[4][2][4]) {
+    int row = (at->lane & 7) + (at->lane >> 4 << 3), piece = at->lane >> 3 & 1;
+#pragma unroll
+    for (int i = 0; i < 8; i++) { // 16 rows, 16 columns
+        int j = i >> 1, m = i & 1;
+        uint32_t v[4];
+        sala_ldmatrix4_trans(
+            v, sala_gla_narrow(at->shared->v[at->stage_v], 16 * j + row, 2 * m + piece));
+#pragma unroll
+        for (int x = 0; x < 4; x++) { // v * high is 16 bits long: what its rounding lost is BF16
+            int after = at->size - 1 - 16 * j - 8 * (x >> 1) - at->pair; // < 0: v is 0
+            uint2 by = at->shared->fade[max(0, after)];
+            high[j][m][x] = sala_fma2(v[x], by.x, 0x80008000u);
+            low[j][m][x] = sala_fma2(v[x], by.x, high[j][m][x] ^ 0x80008000u);
+            low[j][m][x] = sala_fma2(v[x], by.y, low[j][m][x]);
+        }
+    }
+}
+
+// S^T = decay^size S^T + v^T k
+SALA_DEVICE void sala_gla_update(const sala_gla_chunk *at, const uint32_t high[4][2][4],
+                                 const uint32_t low[4][2][4], float s[2][4][4]) {
+    int row = at->lane & 15, piece = 4 * at->which + (at->lane >> 4);
+    float by = at->shared->power[at->size];
+#pragma unroll
+    for (int e = 0; e < 32; e++) s[e >> 4][e >> 2 & 3][e & 3] *= by;
+#pragma unroll
+    for (int j = 0; j < 4; j++) { // 16 rows
+        uint32_t k[8];
+        for (int i = 0; i < 4; i += 2)
+            sala_ldmatrix4_trans(k + 2 * i,
+                                 sala_gla_wide(at->shared->k[at->stage], 16 * j + row, i + piece));
+#pragma unroll
+        for (int i = 0; i < 16; i++) // high parts first: eight sums are under way
+            sala_mma(s[i & 1][i >> 1 & 3], i < 8 ? high[j][i & 1] : low[j][i & 1], k + (i & 6));
+    }
+}
+
+SALA_DEVICE void sala_gla_keep(const sala_gla_args *a, sala_gla_chunk at) {
+    float s[2][4][4];
+    uint32_t high[4][2][4], low[4][2][4];
+    sala_gla_move(a, &at, false, s);
+    sala_gla_show(&at, s);
+    sala_gla_meet();
+#pragma unroll 1
+    for (int t = 0; t < at.tiles; t++) {
+        sala_gla_tile(&at, t);
+        sala_gla_values(&at, high, low);
+        sala_gla_meet();
+        sala_gla_update(&at, high, low, s);
+        sala_gla_meet();
+        sala_gla_show(&at, s);
+    }
+    sala_gla_move(a, &at, true, s);
+}
+
+// ---- readers: 16 rows of the tile each
+
+// q k^T with the tile's rows up to the reader's own.
+SALA_DEVICE void sala_gla_scores(const sala_gla_chunk *at, uint32_t q[8][4], float p[4][2][4]) {
+    int row = at->lane & 15, piece = at->lane >> 4;
+#pragma unroll
+    for (int e = 0; e < 32; e++) p[e >> 3][e >> 2 & 1][e & 3] = 0;
+#pragma unroll
+    for (int s = 0; s < 8; s++)
+        sala_ldmatrix4(
+            q[s], sala_gla_wide(at->shared->q[at->stage], 16 * at->which + row, 2 * s + piece));
+    row = (at->lane & 7) + (at->lane >> 4 << 3), piece = at->lane >> 3 & 1;
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) { // the second of two may be later rows: they count for nothing
+        if (j > at->which) break;
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            uint32_t k[4];
+            sala_ldmatrix4(k, sala_gla_wide(at->shared->k[at->stage], 16 * (j + (i & 1)) + row,
+                                            2 * (i >> 1) + piece));
+            sala_mma(p[j + (i & 1)][0], q[i >> 1], k);
+            sala_mma(p[j + (i & 1)][1], q[i >> 1], k + 2);
+        }
+    }
+}
+
+// The scores with 16 rows that stand `behind` blocks before, decayed, as operand a.
+SALA_DEVICE void sala_gla_decay(const sala_gla_chunk *at, int behind, const float p[2][4],
+                                uint32_t high[4], uint32_t low[4]) {
+    const float *scaled = at->shared->scaled + 64;
+#pragma unroll
+    for (int x = 0; x < 4; x++) {
+        int by = 16 * behind + at->row + 8 * (x & 1) - at->pair - 8 * (x >> 1); // < 0: times 0
+        sala_split(p[x >> 1][2 * (x & 1)] * scaled[by], p[x >> 1][2 * (x & 1) + 1] * scaled[by - 1],
+                   &high[x], &low[x]);
+    }
+}
+
+// o = q S, decayed up to each row: with the high parts of S, and with the low ones. And v.
+SALA_DEVICE void sala_gla_recall(const sala_gla_chunk *at, const uint32_t q[8][4], float o[2][4][4],
+                                 uint32_t v[4][8]) {
+    const float *scaled = at->shared->scaled + 64 + 1 + 16 * at->which + at->row;
+    int row = at->lane & 15, piece = at->lane >> 4;
+#pragma unroll
+    for (int e = 0; e < 32; e++) o[e >> 4][e >> 2 & 3][e & 3] = 0;
+#pragma unroll
+    for (int s = 0; s < 8; s++)
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            uint4 own = at->shared->state[s][n][at->lane];
+            uint32_t high[2] = {own.x, own.y}, low[2] = {own.z, own.w};
+            sala_mma(o[0][n], q[s], high);
+            sala_mma(o[1][n], q[s], low);
+        }
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        sala_ldmatrix4_trans(
+            v[i >> 1] + 4 * (i & 1),
+            sala_gla_narrow(at->shared->v[at->stage_v], 16 * (i >> 1) + row, 2 * (i & 1) + piece));
+#pragma unroll
+    for (int e = 0; e < 32; e++) o[e >> 4][e >> 2 & 3][e & 3] *= scaled[8 * (e >> 1 & 1)];
+}
+
+// o += scores v
+SALA_DEVICE void sala_gla_weigh(const sala_gla_chunk *at, const uint32_t high[4][4],
+                                const uint32_t low[4][4], const uint32_t v[4][8],
+                                float o[2][4][4]) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        if (j > at->which) break;
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            sala_mma(o[i & 1][i >> 1], i & 1 ? low[j] : high[j], v[j] + (i & 6));
+    }
+}
+
+// Four lanes have pairs of columns of four times eight columns: each gets the eight of one.
+SALA_DEVICE uint4 sala_gla_turn(const uint32_t x[4]) {
+    bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+    uint32_t a = __shfl_xor_sync(0xFFFFFFFFu, odd ? x[0] : x[1], 1);
+    uint32_t b = __shfl_xor_sync(0xFFFFFFFFu, odd ? x[2] : x[3], 1);
+    uint2 low = odd ? make_uint2(a, x[1]) : make_uint2(x[0], a);
+    uint2 high = odd ? make_uint2(b, x[3]) : make_uint2(x[2], b);
+    uint32_t c = __shfl_xor_sync(0xFFFFFFFFu, upper ? low.x : high.x, 2);
+    uint32_t d = __shfl_xor_sync(0xFFFFFFFFu, upper ? low.y : high.y, 2);
+    return upper ? make_uint4(c, d, high.x, high.y) : make_uint4(low.x, low.y, c, d);
+}
+
+SALA_DEVICE void sala_gla_put(const sala_gla_args *a, const sala_gla_chunk *at,
+                              const float o[2][4][4]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        int row = 16 * at->which + at->row + 8 * r;
+        uint32_t x[4];
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+            x[n] =
+                sala_pair(o[0][n][2 * r] + o[1][n][2 * r], o[0][n][2 * r + 1] + o[1][n][2 * r + 1]);
+        uint4 all = sala_gla_turn(x);
+        if (row < at->size)
+            *(uint4 *)(a->o + ((int64_t)(at->start + row) * MODEL.lin_heads + at->head) * 128 +
+                       at->column + 4 * at->pair) = all;
+    }
+}
+
+SALA_DEVICE void sala_gla_read(const sala_gla_args *a, sala_gla_chunk at) {
+    float p[4][2][4], o[2][4][4];
+    uint32_t q[8][4], high[4][4], low[4][4], v[4][8];
+    sala_gla_meet();
+#pragma unroll 1
+    for (int t = 0; t < at.tiles; t++) {
+        sala_gla_tile(&at, t);
+        sala_gla_scores(&at, q, p);
+        sala_gla_meet();
+#pragma unroll
+        for (int j = 0; j < 4; j++) sala_gla_decay(&at, at.which - j, p[j], high[j], low[j]);
+        sala_gla_recall(&at, q, o, v);
+        sala_gla_meet();
+        sala_gla_weigh(&at, high, low, v, o);
+        sala_gla_put(a, &at, o);
+    }
+}
+
+// ---- feeders
+
+// 64 rows of `pieces` pieces of 16 bytes (16 or 4), `step` apart; rows that the tile lacks are zeros.
+SALA_DEVICE void sala_gla_copy(const sala_gla_chunk *at, const sala_act *from, int step, int pieces,
+                               sala_act *to) {
+    int thread = (int)threadIdx.x & 63, part = thread & (pieces - 1), row = thread / pieces;
+    from += (int64_t)(at->start + row) * step + part * 8;
+    to += row * pieces * 8;
+    part ^= pieces == 4 ? row >> 1 & 3 : row; // swizzled
+#pragma unroll
+    for (int i = 0; i < pieces; i++) {
+        int r = 64 / pieces * i, turned = pieces == 4 ? part : part ^ (i & 1) * 4;
+        sala_copy16_or_zero(to + (r * pieces + turned) * 8, from + r * step, r + row < at->size);
+    }
+}
+
+SALA_DEVICE void sala_gla_feed(const sala_gla_args *a, sala_gla_chunk at, int t) {
+    constexpr int STEP = MODEL.lin_heads * 128, KV_STEP = MODEL.lin_kv_heads * 128;
+    if (t < at.tiles) {
+        sala_gla_tile(&at, t);
+        int kv = at.kv_head * 128;
+        sala_gla_copy(&at, a->k + kv, KV_STEP, 16, at.shared->k[at.stage][0]);
+        sala_gla_copy(&at, a->v + kv + at.column, KV_STEP, 4, at.shared->v[at.stage_v][0]);
+        sala_gla_copy(&at, a->q + at.head * 128, STEP, 16, at.shared->q[at.stage][0]);
+    }
+    sala_copy_commit();
+}
+
+SALA_DEVICE void sala_gla_feed_all(const sala_gla_args *a, const sala_gla_chunk *at) {
+    sala_gla_feed(a, *at, 0);
+    SALA_COPY_WAIT(0);
+    sala_gla_meet();
+    sala_gla_feed(a, *at, 1);
+#pragma unroll 1
+    for (int t = 0; t < at->tiles; t++) {
+        sala_gla_meet();
+        SALA_COPY_WAIT(0);
+        sala_gla_meet();
+        sala_gla_feed(a, *at, t + 2);
+    }
+}
+
+SALA_DEVICE sala_gla_chunk sala_gla_enter(const sala_gla_args *a) {
+    sala_gla_chunk at;
+    int position = a->rows->position[0];
+    at.head = (int)blockIdx.x / (128 / SALA_GLA_WIDE);
+    at.kv_head = at.head / (MODEL.lin_heads / MODEL.lin_kv_heads);
+    at.column = (int)blockIdx.x % (128 / SALA_GLA_WIDE) * SALA_GLA_WIDE;
+    at.rows = a->rows->count;
+    at.first = min(64 - position % 64, at.rows); // tiles end at absolute multiples of 64
+    at.tiles = 1 + (at.rows - at.first + 63) / 64;
+    at.start = at.size = at.stage = at.stage_v = 0;
+    at.which = 0;
+    at.lane = (int)threadIdx.x & 31;
+    at.row = at.lane >> 2;
+    at.pair = (at.lane & 3) * 2;
+    at.shared = (sala_gla_tiles *)sala_shared();
+    return at;
+}
+
+// Powers of the decay, by 129 threads.
+SALA_DEVICE void sala_gla_powers(sala_gla_tiles *m, float slope, int thread) {
+    int i = thread - 64;
+    float power = i < 0 ? 0 : (float)exp(-(double)slope * i);
+    uint16_t high = sala_f32_bf16(power), low = sala_f32_bf16(power - sala_bf16_f32(high));
+    uint16_t *fade = (uint16_t *)m->fade;
+    m->scaled[thread] = MODEL.lin_scale * power;
+    if (i >= 0) m->power[i] = power;
+    if (i >= 0 && i < 64) fade[4 * i] = high, fade[4 * i + 2] = low;
+    if (i >= -1 && i < 63) fade[4 * i + 5] = high, fade[4 * i + 7] = low;
+}
+
+// Lightning attention over a chunk, in chunk form. Blocks: four (of 32 columns) a head. Reads q and
+// k of a head four times, v once, and the state; writes o and the state. Twin: sala__op_gla_prefill.
+extern "C" __global__ void __launch_bounds__(320, 1)
     sala_prefill_gla(const __grid_constant__ sala_gla_args a) {
     sala_launch_next();
+    int thread = (int)threadIdx.x, warp = thread >> 5;
     sala_wait_grid();
+    sala_gla_chunk at = sala_gla_enter(&a);
+    if (thread < 129) sala_gla_powers(at.shared, a.slopes[at.head], thread);
+    at.which = warp < 4 ? 3 - warp : warp & 3;
+    if (warp < 4) sala_gla_read(&a, at);
+    if (warp >= 4 && warp < 8) sala_gla_keep(&a, at);
+    if (warp >= 8) sala_gla_feed_all(&a, &at);
 }
 
 // ---- 16. prefill: the cache, and block selection

@@ -6878,8 +6878,16 @@ static void sala__launch_sample(sala__gpu *g, const sala_sample_args *a) {
 
 // ---- launches: prefill ----
 
+#define SALA_GLA_TILES_SHARED 95520 // sizeof(sala_gla_tiles) in sala.cu
+
+// q and k in place, then four blocks a head, 32 columns each.
 static void sala__launch_gla_prefill(sala__gpu *g, const sala_gla_args *a) {
-    (void)g, (void)a;
+    const sala_dims *m = g->dims;
+    sala_qk_args qk = {g->rows,   m->lin_heads, m->lin_kv_heads, m->lin_dim, m->eps,
+                       a->q_norm, a->k_norm,    a->cos_sin,      a->q,       a->k};
+    if (a->q_norm.data || a->k_norm.data || a->cos_sin) sala__launch_qk_norm_rope(g, &qk);
+    sala__launch(g, SALA__KERNEL_prefill_gla, (unsigned)m->lin_heads * 4, 1, 1,
+                 SALA_GLA_TILES_SHARED, a);
 }
 
 #define SALA_PREFILL_STORE_SHARED 32768

@@ -8,10 +8,16 @@
 
 #include "prefill_attend.h"
 #include "prefill_gemm.h"
+#include "prefill_gla.h"
 #include "prefill_select.h"
 
 int main(int argc, char **argv) {
     static const check_entry tests[] = {PREFILL_GEMM_TESTS,
+                                        TEST(prefill_gla_twin),
+                                        TEST(prefill_gla_groups),
+                                        TEST(prefill_gla_normed),
+                                        TEST(prefill_gla_bits),
+                                        TEST(prefill_gla_long),
                                         TEST(prefill_store),
                                         TEST(prefill_select_group_1),
                                         TEST(prefill_select_group_2),

@@ -431,6 +431,19 @@ static inline void sala_mma(float d[4], const uint32_t a[4], const uint32_t b[2]
     o.b = b;
     sala_sim->collective(SALA_SIM_MMA, line, 0xFFFFFFFFu, &o);
 }
+static inline uint32_t sala_sim_fma(uint32_t a, uint32_t b, uint32_t c) { // the low BF16 of each
+    double exact = (double)__uint_as_float(a << 16) * (double)__uint_as_float(b << 16) +
+                   (double)__uint_as_float(c << 16);
+    float x = (float)exact;
+    uint32_t u = __float_as_uint(x);
+    if (x != x) return 0x7FFF;
+    if ((double)x != exact && fabs((double)x) < HUGE_VAL) // to odd, so that it is rounded only once
+        u = (u - (fabs((double)x) > fabs(exact))) | 1;
+    return (u + 0x7FFFu + (u >> 16 & 1u)) >> 16;
+}
+static inline uint32_t sala_fma2(uint32_t a, uint32_t b, uint32_t c) {
+    return sala_sim_fma(a, b, c) | sala_sim_fma(a >> 16, b >> 16, c >> 16) << 16;
+}
 static inline void sala_ldmatrix4(uint32_t r[4], const void *shared, SALA_SIM_LINE) {
     sala_sim_operand o = {};
     o.r = r;
