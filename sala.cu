@@ -2337,7 +2337,7 @@ SALA_DEVICE void sala_gla_keep(const sala_gla_args *a, sala_gla_chunk at) {
 
 // ---- readers: 16 rows of the tile each
 
-// q k^T with the tile's rows up to the reader's own.
+// q k^T with all rows of the tile: later ones will count for nothing, and leaving them out is slower.
 SALA_DEVICE void sala_gla_scores(const sala_gla_chunk *at, uint32_t q[8][4], float p[4][2][4]) {
     int row = at->lane & 15, piece = at->lane >> 4;
 #pragma unroll
@@ -2348,16 +2348,12 @@ SALA_DEVICE void sala_gla_scores(const sala_gla_chunk *at, uint32_t q[8][4], flo
             q[s], sala_gla_wide(at->shared->q[at->stage], 16 * at->which + row, 2 * s + piece));
     row = (at->lane & 7) + (at->lane >> 4 << 3), piece = at->lane >> 3 & 1;
 #pragma unroll
-    for (int j = 0; j < 4; j += 2) { // the second of two may be later rows: they count for nothing
-        if (j > at->which) break;
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            uint32_t k[4];
-            sala_ldmatrix4(k, sala_gla_wide(at->shared->k[at->stage], 16 * (j + (i & 1)) + row,
-                                            2 * (i >> 1) + piece));
-            sala_mma(p[j + (i & 1)][0], q[i >> 1], k);
-            sala_mma(p[j + (i & 1)][1], q[i >> 1], k + 2);
-        }
+    for (int i = 0; i < 32; i++) { // of two blocks of rows at a time
+        int j = i >> 4 << 1 | (i & 1), s = i >> 1 & 7;
+        uint32_t k[4];
+        sala_ldmatrix4(k, sala_gla_wide(at->shared->k[at->stage], 16 * j + row, 2 * s + piece));
+        sala_mma(p[j][0], q[s], k);
+        sala_mma(p[j][1], q[s], k + 2);
     }
 }
 
