@@ -82,7 +82,7 @@ typedef struct bench {
 } bench;
 
 static void bench_add_shape(bench *b, const sala_weight *w) {
-    if (!w->data) return;
+    if (!w->n) return; // there is none
     for (int i = 0; i < b->shape_count; i++)
         if (b->shapes[i].n == w->n && b->shapes[i].k == w->k) {
             b->shapes[i].count++;
