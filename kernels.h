@@ -664,7 +664,7 @@ typedef struct sala_sample_args {
 } sala_sample_args;
 
 // All kernels: X(name, args, threads, unit). The kernel is sala_<name>; a unit is what NVRTC compiles
-// by itself, side by side with the others: 0 what decoding needs, 1 what only prefill does.
+// by itself, side by side with the others: 0 what decoding needs, 1 and 2 what prefill does beside.
 #define SALA_KERNELS(X)                                                                            \
     X(pack, sala_pack_args, 256, 0)                                                                \
     X(fill, sala_fill_args, 256, 0)                                                                \
@@ -685,9 +685,9 @@ typedef struct sala_sample_args {
     X(commit, sala_commit_args, 128, 0)                                                            \
     X(prefill_gemm, sala_product_args, 128, 1)                                                     \
     X(prefill_gla, sala_gla_args, 320, 1)                                                          \
-    X(prefill_store, sala_store_args, 256, 1)                                                      \
-    X(prefill_score, sala_select_args, 256, 1)                                                     \
-    X(prefill_dense, sala_attend_args, 128, 1)                                                     \
-    X(prefill_sparse, sala_attend_args, 128, 1)
+    X(prefill_store, sala_store_args, 256, 2)                                                      \
+    X(prefill_score, sala_select_args, 256, 2)                                                     \
+    X(prefill_dense, sala_attend_args, 128, 2)                                                     \
+    X(prefill_sparse, sala_attend_args, 128, 2)
 
 #endif // SALA_KERNELS_H

@@ -2541,6 +2541,9 @@ extern "C" __global__ void __launch_bounds__(320, 1)
     if (warp >= 8) sala_gla_feed_all(&a, &at);
 }
 
+#endif
+#if SALA_HAS(2)
+
 // ---- 16. prefill: the cache, and block selection
 
 // K and V of the chunk's tokens to their pages, and the compressed rows that they complete. Blocks:
@@ -2931,8 +2934,10 @@ SALA_DEVICE void sala_running_add(sala_running run[2], float p[2][8][4], int i,
     uint32_t w[2][4], v[4];
 #pragma unroll
     for (int t = first; t < end; t++)
-        for (int j = 0; j < 4; j++)
-            w[t][j] = sala_pair(p[t][i + j / 2][j % 2 * 2], p[t][i + j / 2][j % 2 * 2 + 1]);
+        for (int j = 0; j < 4; j++) { // with sala_pair, a register too many on sm_100
+            const float *two = &p[t][i + j / 2][j % 2 * 2];
+            w[t][j] = (uint32_t)sala_store(two[0]) | (uint32_t)sala_store(two[1]) << 16;
+        }
 #pragma unroll
     for (int n = 0; n < 16; n += 2) { // 16 dims
         sala_ldmatrix4_trans(v, shared + (at ^ (n * 8)));

@@ -6975,6 +6975,8 @@ static int sala__gpu_supports(const sala_dims *m, sala_error *err) {
         {m->hidden % 64 == 0 && m->hidden <= 12288, "hidden_size", m->hidden,
          "a multiple of 64, at most 12288"},
         {m->ffn % 64 == 0, "intermediate_size", m->ffn, "a multiple of 64"},
+        {SALA_PREFILL_SPARSE_SHARED(m->top_k) <= SALA__SHARED_MOST, "topk with the window",
+         m->top_k, "fewer"},
     };
     for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++)
         if (!rules[i].ok)
@@ -6998,7 +7000,7 @@ static void sala__gpu_dims_option(const sala_dims *m, char out[1024]) {
                       i + 1 < float_count ? "," : "");
 }
 
-#define SALA__GPU_UNITS 2
+#define SALA__GPU_UNITS 3
 
 static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) { // inside enter
     char dims_option[1024];
