@@ -14,35 +14,6 @@ static const float SPARSE_SCORE_ERROR = 1e-4f; // of a block's score, relative
 // 2^-7 of the head's largest element, and as root mean square of all elements.
 static const float SPARSE_STEPS = 3.0f, SPARSE_RMS = 0.004f;
 
-// Dimensions that a device accepts; small but for what a test is about.
-static sala_dims sparse_dims(int heads, int kv_heads, int local, int top_k, int dense_len) {
-    sala_dims m;
-    memset(&m, 0, sizeof m);
-    m.vocab = 64, m.hidden = 128, m.ffn = 192, m.layers = 2;
-    m.heads = heads, m.kv_heads = kv_heads, m.head_dim = 128, m.sparse_gate = 1;
-    m.block = 64, m.kernel = 32, m.stride = 16, m.init_blocks = 1, m.local_blocks = local;
-    m.top_k = top_k, m.dense_len = dense_len;
-    m.lin_heads = m.lin_kv_heads = 2, m.lin_dim = 128;
-    m.eps = 1e-6f, m.rope_theta = 1e4f, m.embed_scale = m.residual_scale = m.logit_divisor = 1;
-    m.attn_scale = m.lin_scale = 0.08838834764f;
-    return m;
-}
-
-static void *sparse_memory(size_t bytes) { // all ones: NaN
-    void *p = malloc(bytes ? bytes : 1);
-    if (!p) exit(2);
-    memset(p, 0xFF, bytes);
-    return p;
-}
-
-static int sparse_below(int n) {
-    return (int)(check_random() % (uint64_t)n);
-}
-
-static void sparse_noise(sala_act *to, size_t count, float scale) {
-    for (size_t i = 0; i < count; i++) to[i] = sala_f32_bf16(scale * check_uniform());
-}
-
 // ---- a world ----
 
 typedef struct sparse_world {

@@ -16,32 +16,8 @@ typedef struct attend_world {
     sala_act *q, *gate, *k, *v;      // [count, heads * 128], pools
 } attend_world;
 
-static void *attend_memory(size_t bytes) { // all ones: NaN
-    void *p = malloc(bytes ? bytes : 1);
-    if (!p) exit(2);
-    memset(p, 0xFF, bytes);
-    return p;
-}
-
-static int attend_below(int n) {
-    return (int)(check_random() % (uint64_t)n);
-}
-
-static void attend_noise(sala_act *to, size_t count, float scale) {
-    for (size_t i = 0; i < count; i++) to[i] = sala_f32_bf16(scale * check_uniform());
-}
-
 static sala_dims attend_dims(int heads, int kv_heads, int top_k, int dense_len) {
-    sala_dims m;
-    memset(&m, 0, sizeof m);
-    m.vocab = 64, m.hidden = 128, m.ffn = 192, m.layers = 2;
-    m.heads = heads, m.kv_heads = kv_heads, m.head_dim = 128, m.sparse_gate = 1;
-    m.block = 64, m.kernel = 32, m.stride = 16, m.init_blocks = 1, m.local_blocks = 1;
-    m.top_k = top_k, m.dense_len = dense_len;
-    m.lin_heads = m.lin_kv_heads = 2, m.lin_dim = 128;
-    m.eps = 1e-6f, m.rope_theta = 1e4f, m.embed_scale = m.residual_scale = m.logit_divisor = 1;
-    m.attn_scale = m.lin_scale = 0.08838834764f;
-    return m;
+    return sparse_dims(heads, kv_heads, 1, top_k, dense_len);
 }
 
 // Elements from a token's key or value of a K/V head to the pool's beginning.
@@ -64,7 +40,7 @@ static void attend_lists(attend_world *w) {
         w->counts[i] = position + 1 < m->dense_len ? -1 : wanted;
         if (w->counts[i] < 0) continue;
         for (int b = 0; b <= own; b++)
-            if (b == own || attend_below(own - b) < wanted - 1 - n) to[n++] = b;
+            if (b == own || sparse_below(own - b) < wanted - 1 - n) to[n++] = b;
     }
 }
 
@@ -76,25 +52,25 @@ static attend_world *attend_make(const sala_dims *dims, int start, int count, in
     w->dims = *dims;
     w->start = start, w->count = count, w->base = base, w->gated = 1;
     w->pages = blocks + 2;
-    w->list = (int32_t *)attend_memory((size_t)w->pages * 4);
+    w->list = (int32_t *)sparse_memory((size_t)w->pages * 4);
     for (int i = 0; i < w->pages; i++) {
-        int j = attend_below(i + 1);
+        int j = sparse_below(i + 1);
         w->list[i] = w->list[j];
         w->list[j] = base + i;
     }
-    w->k = (sala_act *)attend_memory(attend_pool(w));
-    w->v = (sala_act *)attend_memory(attend_pool(w));
+    w->k = (sala_act *)sparse_memory(attend_pool(w));
+    w->v = (sala_act *)sparse_memory(attend_pool(w));
     for (int t = 0; t < end; t++) // now and then a key that moves the maximum far
         for (int g = 0; g < dims->kv_heads; g++) {
-            attend_noise(w->k + attend_at(w, t, g), 128, attend_below(50) ? 2 : 9);
-            attend_noise(w->v + attend_at(w, t, g), 128, 1);
+            sparse_noise(w->k + attend_at(w, t, g), 128, sparse_below(50) ? 2 : 9);
+            sparse_noise(w->v + attend_at(w, t, g), 128, 1);
         }
-    w->q = (sala_act *)attend_memory(rows * width * 2);
-    w->gate = (sala_act *)attend_memory(rows * width * 2);
-    attend_noise(w->q, rows * width, 2);
-    attend_noise(w->gate, rows * width, 3);
-    w->counts = (int32_t *)attend_memory(rows * (size_t)dims->kv_heads * 4);
-    w->blocks = (int32_t *)attend_memory(rows * (size_t)dims->kv_heads * (size_t)dims->top_k * 4);
+    w->q = (sala_act *)sparse_memory(rows * width * 2);
+    w->gate = (sala_act *)sparse_memory(rows * width * 2);
+    sparse_noise(w->q, rows * width, 2);
+    sparse_noise(w->gate, rows * width, 3);
+    w->counts = (int32_t *)sparse_memory(rows * (size_t)dims->kv_heads * 4);
+    w->blocks = (int32_t *)sparse_memory(rows * (size_t)dims->kv_heads * (size_t)dims->top_k * 4);
     attend_lists(w);
     return w;
 }
@@ -113,7 +89,7 @@ static sala_act *attend_shift(const attend_world *w, const void *pool) {
 
 // A pool without the tokens from `end` on.
 static void *attend_upload_pool(const attend_world *w, const sala_act *pool, int end) {
-    sala_act *copy = (sala_act *)attend_memory(attend_pool(w));
+    sala_act *copy = (sala_act *)sparse_memory(attend_pool(w));
     memcpy(copy, pool, attend_pool(w));
     for (int t = end; t < w->start + w->count; t++)
         for (int g = 0; g < w->dims.kv_heads; g++) memset(copy + attend_at(w, t, g), 0xFF, 256);
@@ -134,7 +110,7 @@ static void attend_run(const attend_world *w, int first, int count, sala_act *o)
     const sala_dims *m = &w->dims;
     size_t width = (size_t)m->heads * 128, rows = (size_t)count, from = (size_t)first;
     size_t lists = (size_t)m->kv_heads, all = rows * width + GUARD;
-    int32_t *position = (int32_t *)attend_memory(rows * 4);
+    int32_t *position = (int32_t *)sparse_memory(rows * 4);
     for (int i = 0; i < count; i++) position[i] = w->start + first + i;
     sala_seq seq = {0, 0, count, w->start + first + count, w->start, 0, NULL};
     sala_rows r;
@@ -155,7 +131,7 @@ static void attend_run(const attend_world *w, int first, int count, sala_act *o)
     a.blocks = (int32_t *)on_device(w->blocks + from * lists * (size_t)m->top_k,
                                     rows * lists * (size_t)m->top_k * 4);
     a.o = (sala_act *)on_device(NULL, all * 2);
-    sala_act *got = (sala_act *)attend_memory(all * 2);
+    sala_act *got = (sala_act *)sparse_memory(all * 2);
     gpu->rows = count;
     gpu->seqs = 1;
     gpu->prefill = 1;
@@ -179,7 +155,7 @@ static void attend_twin(const attend_world *w, sala_act *o) {
     memset(&rows, 0, sizeof rows);
     memset(&a, 0, sizeof a);
     if (sala__cpu_open(&env, 1, sala__ops_scratch(&w->dims, w->pages * 64), &cpu, &err)) exit(2);
-    int32_t *position = (int32_t *)attend_memory((size_t)w->count * 4);
+    int32_t *position = (int32_t *)sparse_memory((size_t)w->count * 4);
     int32_t *of = (int32_t *)calloc((size_t)w->count, 4);
     for (int i = 0; i < w->count; i++) position[i] = w->start + i;
     rows.count = w->count, rows.seq_count = 1;
@@ -195,7 +171,7 @@ static void attend_twin(const attend_world *w, sala_act *o) {
 
 static void attend_compare(const attend_world *w, const sala_act *o) {
     size_t heads = (size_t)(w->count * w->dims.heads);
-    sala_act *twin = (sala_act *)attend_memory(heads * 256);
+    sala_act *twin = (sala_act *)sparse_memory(heads * 256);
     double error = 0, norm = 0;
     float worst = 0;
     attend_twin(w, twin);
@@ -223,7 +199,7 @@ static void attend_compare(const attend_world *w, const sala_act *o) {
 // All rows as one chunk against the twin, then cut at multiples of `chunk`.
 static void attend_check(attend_world *w, int chunk) {
     size_t width = (size_t)w->dims.heads * 128, bytes = (size_t)w->count * width * 2;
-    sala_act *o = (sala_act *)attend_memory(bytes), *cut = (sala_act *)attend_memory(bytes);
+    sala_act *o = (sala_act *)sparse_memory(bytes), *cut = (sala_act *)sparse_memory(bytes);
     attend_run(w, 0, w->count, o);
     attend_compare(w, o);
     for (int first = 0, end; chunk && first < w->count; first = end) {

@@ -21,26 +21,6 @@ typedef struct select_world {
     int32_t *blocks, *count; // [total - from, kv_heads, top_k]
 } select_world;
 
-static void *select_memory(size_t bytes) { // all ones: NaN
-    void *p = malloc(bytes ? bytes : 1);
-    if (!p) exit(2);
-    memset(p, 0xFF, bytes);
-    return p;
-}
-
-static sala_dims select_dims(int heads, int kv_heads, int local, int top_k, int dense_len) {
-    sala_dims m;
-    memset(&m, 0, sizeof m);
-    m.vocab = 64, m.hidden = 128, m.ffn = 192, m.layers = 2;
-    m.heads = heads, m.kv_heads = kv_heads, m.head_dim = 128, m.sparse_gate = 1;
-    m.block = 64, m.kernel = 32, m.stride = 16, m.init_blocks = 1, m.local_blocks = local;
-    m.top_k = top_k, m.dense_len = dense_len;
-    m.lin_heads = m.lin_kv_heads = 2, m.lin_dim = 128;
-    m.eps = 1e-6f, m.rope_theta = 1e4f, m.embed_scale = m.residual_scale = m.logit_divisor = 1;
-    m.attn_scale = m.lin_scale = 0.08838834764f;
-    return m;
-}
-
 // Elements of the four pools of `pages` pages, in the order k, v, tier1, tier2.
 static size_t select_size(const select_world *w, int pool, int pages) {
     return (size_t)pages * (size_t)w->dims.kv_heads * 128 * (pool < 2 ? 64 : pool == 2 ? 4 : 1);
@@ -56,7 +36,7 @@ static void select_allocate(select_world *w, sala_pages *p) {
     select_pools(p, all);
     for (int i = 0; i < 4; i++) {
         size_t n = select_size(w, i, w->pages);
-        *all[i] = (sala_act *)select_memory(n * 2);
+        *all[i] = (sala_act *)sparse_memory(n * 2);
         for (size_t e = 0; e < n; e++) (*all[i])[e] = 0x7FA5;
     }
 }
@@ -79,19 +59,19 @@ static select_world *select_make(sala_dims dims, int total, int from, int base, 
     w->pages = w->capacity + 3;
     size_t kw = (size_t)dims.kv_heads * 128, qw = (size_t)dims.heads * 128, n = (size_t)total,
            lists = (size_t)(total - from) * (size_t)dims.kv_heads;
-    w->q = (sala_act *)select_memory(n * qw * 2);
-    w->k = (sala_act *)select_memory(n * kw * 2);
-    w->v = (sala_act *)select_memory(n * kw * 2);
-    w->score = (float *)select_memory(lists * (size_t)w->capacity * 4);
-    w->count = (int32_t *)select_memory(lists * 4);
-    w->blocks = (int32_t *)select_memory(lists * (size_t)dims.top_k * 4);
+    w->q = (sala_act *)sparse_memory(n * qw * 2);
+    w->k = (sala_act *)sparse_memory(n * kw * 2);
+    w->v = (sala_act *)sparse_memory(n * kw * 2);
+    w->score = (float *)sparse_memory(lists * (size_t)w->capacity * 4);
+    w->count = (int32_t *)sparse_memory(lists * 4);
+    w->blocks = (int32_t *)sparse_memory(lists * (size_t)dims.top_k * 4);
     for (size_t i = 0; i < n * qw; i++) w->q[i] = sala_f32_bf16(loud * check_uniform());
     for (size_t i = 0; i < n * kw; i++) {
         w->v[i] = sala_f32_bf16(check_uniform());
         float before = i / kw % 16 ? 0.9f * sala_bf16_f32(w->k[i - kw]) : 0;
         w->k[i] = sala_f32_bf16(before + (i / kw % 16 ? 0.4f : 2.0f) * check_uniform());
     }
-    w->list = (int32_t *)select_memory((size_t)w->pages * 4);
+    w->list = (int32_t *)sparse_memory((size_t)w->pages * 4);
     for (int i = 0; i < w->pages; i++) {
         int j = (int)(check_random() % (unsigned)(i + 1));
         w->list[i] = w->list[j];
@@ -128,7 +108,7 @@ static void select_upload(const select_world *w, select_chunk *c, const sala_pag
     const sala_dims *m = &w->dims;
     size_t kw = (size_t)m->kv_heads * 128, n = (size_t)c->count, first = (size_t)c->first,
            lists = n * (size_t)m->kv_heads, qw = (size_t)m->heads * 128;
-    int32_t *position = (int32_t *)select_memory(n * 4), *of = (int32_t *)calloc(n, 4);
+    int32_t *position = (int32_t *)sparse_memory(n * 4), *of = (int32_t *)calloc(n, 4);
     sala_seq seq = {0, 0, c->count, c->first + c->count, c->first, 0, list};
     if (!of) exit(2);
     for (int i = 0; i < c->count; i++) position[i] = c->first + i;
@@ -159,7 +139,7 @@ static void select_run(select_world *w, const int *cuts, int n) {
     const sala_dims *m = &w->dims;
     sala_pages on, shifted;
     sala_act **at[4], **to[4], **got[4];
-    int32_t *list = (int32_t *)select_memory((size_t)w->capacity * 4);
+    int32_t *list = (int32_t *)sparse_memory((size_t)w->capacity * 4);
     select_pools(&on, at);
     select_pools(&shifted, to);
     select_pools(&w->got, got);
@@ -200,7 +180,7 @@ static void select_run(select_world *w, const int *cuts, int n) {
 // Every byte of the pools, those that nobody writes too.
 static void select_check_pools(select_world *w) {
     static const char *const names[] = {"k", "v", "tier1", "tier2"};
-    int32_t *position = (int32_t *)select_memory((size_t)w->total * 4);
+    int32_t *position = (int32_t *)sparse_memory((size_t)w->total * 4);
     int32_t *of = (int32_t *)calloc((size_t)w->total, 4);
     sala_seq seq = {0, 0, w->total, w->total, 0, 0, w->list};
     sala_rows rows = select_rows(&seq, position, of, w->total);
@@ -268,19 +248,19 @@ static void select_check_lists(select_world *w) {
     const sala_dims *m = &w->dims;
     int n = w->total - w->from;
     size_t lists = (size_t)n * (size_t)m->kv_heads;
-    int32_t *position = (int32_t *)select_memory((size_t)n * 4);
+    int32_t *position = (int32_t *)sparse_memory((size_t)n * 4);
     int32_t *of = (int32_t *)calloc((size_t)n, 4);
     sala_seq seq = {0, 0, n, w->total, w->from, 0, w->list};
     sala_rows rows = select_rows(&seq, position, of, n);
-    float *row_score = (float *)select_memory((size_t)(w->total / 16 + 128) * 4);
-    float *block_score = (float *)select_memory((size_t)(w->capacity + 2) * 4);
+    float *row_score = (float *)sparse_memory((size_t)(w->total / 16 + 128) * 4);
+    float *block_score = (float *)sparse_memory((size_t)(w->capacity + 2) * 4);
     sala_select_args a;
     for (int i = 0; i < n; i++) position[i] = w->from + i;
     memset(&a, 0, sizeof a);
     a.dims = m, a.rows = &rows, a.pages = w->pool;
     a.q = w->q + (size_t)w->from * (size_t)m->heads * 128;
-    a.blocks = (int32_t *)select_memory(lists * (size_t)m->top_k * 4);
-    a.count = (int32_t *)select_memory(lists * 4);
+    a.blocks = (int32_t *)sparse_memory(lists * (size_t)m->top_k * 4);
+    a.count = (int32_t *)sparse_memory(lists * 4);
     for (int r = 0; r < n; r++)
         for (int g = 0; g < m->kv_heads; g++)
             select_check_list(w, r, &a, g, row_score, block_score);
@@ -300,9 +280,9 @@ static void select_check_cuts(select_world *w, const int *cuts, int n) {
            scores = lists * (size_t)w->capacity * 4, kept = lists * (size_t)m->top_k * 4;
     sala_act **got[4], **before[4];
     select_allocate(w, &w->got);
-    w->score = (float *)select_memory(scores);
-    w->count = (int32_t *)select_memory(lists * 4);
-    w->blocks = (int32_t *)select_memory(kept);
+    w->score = (float *)sparse_memory(scores);
+    w->count = (int32_t *)sparse_memory(lists * 4);
+    w->blocks = (int32_t *)sparse_memory(kept);
     select_run(w, cuts, n);
     select_pools(&w->got, got);
     select_pools(&old.got, before);
@@ -327,7 +307,7 @@ static void prefill_store(void) {
     static const int some[] = {1, 64, 100, 128, 192, 193, 320, 420, 427},
                      others[] = {31, 63, 127, 384, 427};
     for (int heads = 2; heads <= 3; heads++) {
-        sala_dims m = select_dims(heads, heads, 1, 4, 4096);
+        sala_dims m = sparse_dims(heads, heads, 1, 4, 4096);
         device_open(&m);
         // Offsets beyond 2^31 elements in every pool.
         select_world *w = select_make(m, 427, 427, heads == 2 ? 9000000 : 0, 2);
@@ -355,28 +335,28 @@ static void select_test(sala_dims m, int from, int total, int base, float loud, 
 // Around the edges: dense rows, rows that see all blocks, the first that select, ragged ends.
 static void prefill_select_group_1(void) { // no window: every row counts
     static const int cuts[] = {250, 256, 320, 384, 448, 455};
-    select_test(select_dims(2, 2, 0, 3, 300), 250, 455, 0, 2, cuts, SELECT_COUNT(cuts));
+    select_test(sparse_dims(2, 2, 0, 3, 300), 250, 455, 0, 2, cuts, SELECT_COUNT(cuts));
 }
 static void prefill_select_group_2(void) {
     static const int cuts[] = {256, 320, 321, 383, 391};
-    select_test(select_dims(2, 1, 2, 4, 0), 256, 391, 0, 2, cuts, SELECT_COUNT(cuts));
+    select_test(sparse_dims(2, 1, 2, 4, 0), 256, 391, 0, 2, cuts, SELECT_COUNT(cuts));
 }
 static void prefill_select_group_3(void) {
     static const int cuts[] = {200, 264, 289};
-    select_test(select_dims(6, 2, 1, 3, 100), 200, 289, 0, 2, cuts, SELECT_COUNT(cuts));
+    select_test(sparse_dims(6, 2, 1, 3, 100), 200, 289, 0, 2, cuts, SELECT_COUNT(cuts));
 }
 static void prefill_select_group_8(void) { // few blocks: no row of tier 2 yet
-    sala_dims m = select_dims(8, 1, 0, 1, 0);
+    sala_dims m = sparse_dims(8, 1, 0, 1, 0);
     m.init_blocks = 0;
     select_test(m, 60, 140, 0, 2, NULL, 0);
 }
 static void prefill_select_group_16(void) { // pages that lie far in their pools
     static const int cuts[] = {1000, 1024, 1088, 1100};
-    select_test(select_dims(32, 2, 1, 5, 321), 1000, 1100, 9000000, 2, cuts, SELECT_COUNT(cuts));
+    select_test(sparse_dims(32, 2, 1, 5, 321), 1000, 1100, 9000000, 2, cuts, SELECT_COUNT(cuts));
 }
 
 // Several stages of both tiers; loud queries move the maximum by much.
 static void prefill_select_long(void) {
     static const int cuts[] = {9001, 9024, 9034};
-    select_test(select_dims(12, 1, 3, 24, 1024), 9001, 9034, 0, 30, cuts, SELECT_COUNT(cuts));
+    select_test(sparse_dims(12, 1, 3, 24, 1024), 9001, 9034, 0, 30, cuts, SELECT_COUNT(cuts));
 }
