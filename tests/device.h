@@ -7,7 +7,7 @@ static sala__gpu device_gpu;
 static sala__gpu *const gpu = &device_gpu; // for the launchers
 static sala_dims device_dims;
 static int device_is_open;
-static unsigned device_units; // of kernels that are needed, a bit each; 0: all
+static unsigned device_units; // what most tests of a program need, see device_open_units
 
 // Which libraries stand for the driver and the compiler. 0: neither GPU nor simulator is there.
 static int device_exists(void) {
@@ -33,8 +33,8 @@ static void device_close(void) {
     device_is_open = 0;
 }
 
-// Kernels for a model of this shape; what was open is closed.
-static inline void device_open(const sala_dims *dims) {
+// Kernels for a model of this shape, those of some units or (0) all; what was open is closed.
+static inline void device_open_units(const sala_dims *dims, unsigned units) {
     sala_error err;
     sala__env env;
     const char *ordinal = getenv("SALA_TEST_GPU");
@@ -43,11 +43,15 @@ static inline void device_open(const sala_dims *dims) {
     device_close();
     memset(gpu, 0, sizeof *gpu);
     device_dims = *dims;
-    gpu->units = device_units;
+    gpu->units = units;
     device_must(sala__cuda_open(&env, ordinal ? atoi(ordinal) : 0, &gpu->cuda, &err), &err);
     device_must(sala__cuda_enter(&gpu->cuda, &err), &err);
     device_must(sala__gpu_open(gpu, &device_dims, &err), &err);
     device_is_open = 1;
+}
+
+static inline void device_open(const sala_dims *dims) {
+    device_open_units(dims, device_units);
 }
 
 static inline void device_sync(void) {

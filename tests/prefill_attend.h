@@ -213,7 +213,7 @@ static void attend_check(attend_world *w, int chunk) {
 }
 
 static void attend_test(const sala_dims *m, int start, int count, int base, int gated, int chunk) {
-    device_open(m);
+    device_open_units(m, 5);
     attend_world *w = attend_make(m, start, count, base);
     w->gated = gated;
     attend_check(w, chunk);

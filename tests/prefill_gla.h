@@ -277,14 +277,14 @@ static void tiles_check_normed(int heads, int kv_heads, int position, int rows) 
 
 static void prefill_gla_normed(void) {
     sala_dims m = tiles_dims(2, 1);
-    device_open(&m);
+    device_open_units(&m, 3);
     tiles_check_normed(2, 1, 50, 40);
 }
 
 // The same tokens in one chunk and in several: equal bits, of what nobody wrote too.
 static void prefill_gla_bits(void) {
     sala_dims m = tiles_dims(2, 1);
-    device_open(&m);
+    device_open_units(&m, 3);
     tiles *p = tiles_make(&m, 300, 21);
     size_t states = tiles_states(p) * 4, count = 300 * tiles_q_width(p) * 2;
     float *before = (float *)tiles_memory(states), *state = (float *)tiles_memory(states);
@@ -308,7 +308,7 @@ static void prefill_gla_bits(void) {
 static void prefill_gla_twin(void) {
     static const int size[][2] = {{0, 1}, {5, 63}, {128, 64}, {63, 66}, {37, 200}};
     sala_dims m = tiles_dims(2, 2);
-    device_open(&m);
+    device_open_units(&m, 3);
     for (size_t i = 0; i < sizeof size / sizeof size[0]; i++)
         tiles_check(2, 2, size[i][0], size[i][1]);
 }
@@ -317,13 +317,13 @@ static void prefill_gla_groups(void) {
     static const int heads[][2] = {{3, 1}, {4, 2}, {16, 1}};
     for (int i = 0; i < 3; i++) {
         sala_dims m = tiles_dims(heads[i][0], heads[i][1]);
-        device_open(&m);
+        device_open_units(&m, 3);
         tiles_check(heads[i][0], heads[i][1], 60, i < 2 ? 70 : 20);
     }
 }
 
 static void prefill_gla_long(void) { // nothing drifts
     sala_dims m = tiles_dims(1, 1);
-    device_open(&m);
+    device_open_units(&m, 3);
     tiles_check(1, 1, 1000, 2000);
 }

@@ -308,7 +308,7 @@ static void prefill_store(void) {
                      others[] = {31, 63, 127, 384, 427};
     for (int heads = 2; heads <= 3; heads++) {
         sala_dims m = sparse_dims(heads, heads, 1, 4, 4096);
-        device_open(&m);
+        device_open_units(&m, 5);
         // Offsets beyond 2^31 elements in every pool.
         select_world *w = select_make(m, 427, 427, heads == 2 ? 9000000 : 0, 2);
         select_run(w, some, SELECT_COUNT(some));
@@ -322,7 +322,7 @@ static void prefill_store(void) {
 static void select_test(sala_dims m, int from, int total, int base, float loud, const int *cuts,
                         int n) {
     int whole[] = {from, total};
-    device_open(&m);
+    device_open_units(&m, 5);
     select_world *w = select_make(m, total, from, base, loud);
     select_run(w, whole, 2);
     select_check_pools(w);
