@@ -153,7 +153,11 @@ SALA_DEVICE void sala_await(const int *counter, int target) {
 constexpr sala_dims MODEL = {SALA_DIMS};
 
 // Is a kernel of this unit wanted? (see SALA_KERNELS)
-#define SALA_HAS(unit) (SALA_UNIT == unit || defined(SALA_TRACE))
+#ifdef SALA_TRACE
+#define SALA_HAS(unit) 1
+#else
+#define SALA_HAS(unit) (SALA_UNIT == unit)
+#endif
 
 // ---- 2. small helpers
 
@@ -2337,7 +2341,8 @@ SALA_DEVICE void sala_gla_keep(const sala_gla_args *a, sala_gla_chunk at) {
 
 // ---- readers: 16 rows of the tile each
 
-// q k^T with all rows of the tile: later ones will count for nothing, and leaving them out is slower.
+// q k^T with all rows of the tile: later ones, if finite, will count for nothing, and leaving them
+// out is slower.
 SALA_DEVICE void sala_gla_scores(const sala_gla_chunk *at, uint32_t q[8][4], float p[4][2][4]) {
     int row = at->lane & 15, piece = at->lane >> 4;
 #pragma unroll
@@ -3050,8 +3055,8 @@ SALA_DEVICE void sala_dense_store(const sala_attend_args *a, const sala_dense *d
 
 // Causal attention of prefill rows without a list. A block takes SALA_DENSE_ROWS rows of a K/V head,
 // the last rows first: theirs is the longest way. It reads 512 bytes a token up to its last one.
-// Blocks of tokens stand at absolute positions; those ahead of a row change nothing in it. Twin:
-// sala__op_attend, whose P is FP32.
+// Blocks of tokens stand at absolute positions; those ahead of a row, if finite, change nothing in it.
+// Twin: sala__op_attend, whose P is FP32.
 extern "C" __global__ void __launch_bounds__(128, 2)
     sala_prefill_dense(const __grid_constant__ sala_attend_args a) {
     sala_launch_next();

@@ -6883,8 +6883,18 @@ static void sala__launch_sample(sala__gpu *g, const sala_sample_args *a) {
 // q and k in place, then four blocks a head, 32 columns each.
 static void sala__launch_gla_prefill(sala__gpu *g, const sala_gla_args *a) {
     const sala_dims *m = g->dims;
-    sala_qk_args qk = {g->rows,   m->lin_heads, m->lin_kv_heads, m->lin_dim, m->eps,
-                       a->q_norm, a->k_norm,    a->cos_sin,      a->q,       a->k};
+    sala_qk_args qk;
+    memset(&qk, 0, sizeof qk);
+    qk.rows = g->rows;
+    qk.heads = m->lin_heads;
+    qk.kv_heads = m->lin_kv_heads;
+    qk.dim = m->lin_dim;
+    qk.eps = m->eps;
+    qk.q_norm = a->q_norm;
+    qk.k_norm = a->k_norm;
+    qk.cos_sin = a->cos_sin;
+    qk.q = a->q;
+    qk.k = a->k;
     if (a->q_norm.data || a->k_norm.data || a->cos_sin) sala__launch_qk_norm_rope(g, &qk);
     sala__launch(g, SALA__KERNEL_prefill_gla, (unsigned)m->lin_heads * 4, 1, 1,
                  SALA_GLA_TILES_SHARED, a);
@@ -7223,7 +7233,8 @@ struct sala {
         *pending_v;            // [lightning_layers, slots, SALA_MAX_PATH, lin_kv_heads, lin_dim]
     sala__sequence *sequences; // [slots]
     // one pass
-    char *step;                              // what the host says about it, one block of memory:
+    char *step;                              // what the host says about it, one block of memory,
+    size_t step_bytes;                       // of which the pass uses this much:
     sala_rows *step_rows;                    // of the GPU: its own addresses
     sala_seq *seqs;                          // [node_rows]
     int32_t *token, *position, *seq, *paths; // [rows] x 3, [node_rows, SALA_MAX_PATH]
@@ -7318,7 +7329,7 @@ static int sala__buffer_on_gpu(const sala *s, const sala__buffer *b) {
     return s->on_gpu && (b->place == SALA__DEVICE || b->place == SALA__GPU);
 }
 
-static size_t sala__step_layout(sala *s);
+static size_t sala__step_layout(sala *s, int rows);
 
 static int sala__buffers(sala *s, sala__buffer *b) {
     const sala_dims *m = &s->config.dims;
@@ -7334,8 +7345,6 @@ static int sala__buffers(sala *s, sala__buffer *b) {
     size_t show_blocks = s->options.hidden_states ? sparse * lists : 0;
     size_t select_parts = (blocks + SALA_SELECT_PART - 1) / SALA_SELECT_PART;
     size_t attend_rows = nodes * (size_t)p->attend_parts * heads; // these are of verify alone
-    size_t normalisers = nodes * heads * select_parts * 2;
-    if (normalisers < rows * heads) normalisers = rows * heads;
     size_t splits =
         (size_t)sala__max(sala_gemm_splits(m->hidden, m->ffn),
                           sala__max(sala_gemm_splits(m->hidden, m->heads * m->head_dim),
@@ -7352,8 +7361,8 @@ static int sala__buffers(sala *s, sala__buffer *b) {
         {(void **)&s->pending_v, lightning * slots * p->pending, act, SALA__DEVICE,
          "pending paths"},
         {(void **)&s->sequences, slots, sizeof(sala__sequence), SALA__HOST, "sequences"},
-        {(void **)&s->step, sala__step_layout(s), 1, SALA__CPU, "rows"},
-        {(void **)&s->gpu_step, sala__step_layout(s), 1, SALA__GPU, "rows"},
+        {(void **)&s->step, sala__step_layout(s, p->rows), 1, SALA__CPU, "rows"},
+        {(void **)&s->gpu_step, sala__step_layout(s, p->rows), 1, SALA__GPU, "rows"},
         {(void **)&s->page_tables, slots * blocks, 4, SALA__GPU, "page tables"},
         {(void **)&s->x, rows * hidden, act, SALA__DEVICE, "activations"},
         {(void **)&s->y, rows * hidden, act, SALA__DEVICE, "activations"},
@@ -7389,7 +7398,7 @@ static int sala__buffers(sala *s, sala__buffer *b) {
          "sampling"},
         {(void **)&s->sample_arrivals, nodes, 4, SALA__GPU, "counters"},
         {(void **)&s->chosen, nodes, 4, SALA__GPU, "choices"},
-        {(void **)&s->normaliser, normalisers, 4, SALA__GPU, "selection"},
+        {(void **)&s->normaliser, nodes * heads * select_parts * 2, 4, SALA__GPU, "selection"},
         {(void **)&s->score, rows * kv_heads * blocks, 4, SALA__GPU, "selection"},
         {(void **)&s->part_o, attend_rows * (size_t)m->head_dim, 4, SALA__GPU, "attention"},
         {(void **)&s->part_max_sum, attend_rows * 2, 4, SALA__GPU, "attention"},
@@ -7402,9 +7411,10 @@ static int sala__buffers(sala *s, sala__buffer *b) {
     return (int)(sizeof table / sizeof table[0]);
 }
 
-// Cut the step block into its arrays (addresses only when the block is there). Returns its size.
-static size_t sala__step_layout(sala *s) {
-    size_t rows = (size_t)s->plan.rows, nodes = (size_t)s->plan.node_rows, size = 0;
+// Cut the step block into its arrays for a pass of up to `rows` rows (addresses only when the block
+// is there). Returns how much of it such a pass uses: node_rows in verify, which sends it each step.
+static size_t sala__step_layout(sala *s, int rows) {
+    size_t nodes = (size_t)s->plan.node_rows, each = (size_t)rows * 4, size = 0;
     const struct {
         void **pointer;
         size_t bytes;
@@ -7412,17 +7422,18 @@ static size_t sala__step_layout(sala *s) {
         {(void **)&s->step_rows, sizeof(sala_rows)},
         {(void **)&s->seqs, nodes * sizeof(sala_seq)},
         {(void **)&s->sampling, nodes * sizeof(sala_sampling)},
-        {(void **)&s->token, rows * 4},
-        {(void **)&s->position, rows * 4},
-        {(void **)&s->seq, rows * 4},
         {(void **)&s->paths, nodes * SALA_MAX_PATH * 4},
         {(void **)&s->accepted, nodes * 4},
         {(void **)&s->accepted_rows, nodes * SALA_MAX_PATH * 4},
+        {(void **)&s->token, each},
+        {(void **)&s->position, each},
+        {(void **)&s->seq, each},
     };
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         if (s->step) *parts[i].pointer = s->step + size;
         size += (parts[i].bytes + 15) / 16 * 16;
     }
+    s->step_bytes = size;
     return size;
 }
 
@@ -7681,16 +7692,17 @@ static int sala__allocate(sala *s, sala_error *err) {
     }
     if (s->on_gpu) { // page-locked, so that copies need no one's help
         void *step, *out;
-        code = sala__cuda_alloc_host(&s->gpu.cuda, sala__step_layout(s), "rows", &step, err);
+        code = sala__cuda_alloc_host(&s->gpu.cuda, sala__step_layout(s, s->plan.rows), "rows",
+                                     &step, err);
         s->step = (char *)(code < 0 ? NULL : step);
         if (code < 0) return code;
-        memset(step, 0, sala__step_layout(s));
+        memset(step, 0, s->step_bytes);
         code = sala__cuda_alloc_host(&s->gpu.cuda, (size_t)s->plan.node_rows * 4, "choices", &out,
                                      err);
         s->tokens_out = (int32_t *)(code < 0 ? NULL : out);
         if (code < 0) return code;
     }
-    sala__step_layout(s);
+    sala__step_layout(s, s->plan.rows);
     if ((code = sala__allocate_pages(s, err)) < 0) return code;
     size_t layers = (size_t)s->sparse_layers;
     if (s->on_gpu) code = sala__put(s, s->gpu_pages, s->pages, layers * sizeof *s->pages, err);
@@ -8278,7 +8290,7 @@ static const sala_rows *sala__publish_rows(sala *s, const sala_rows *rows) {
 static int sala__send_step(sala *s) { // the step block's way to the device
     sala__gpu *g = &s->gpu;
     if (g->error.code) return g->error.code;
-    return sala__cuda_upload(&g->cuda, sala__on_gpu(s->gpu_step), s->step, sala__step_layout(s),
+    return sala__cuda_upload(&g->cuda, sala__on_gpu(s->gpu_step), s->step, s->step_bytes,
                              &g->error);
 }
 
@@ -8300,13 +8312,32 @@ static void sala__project(sala *s, int rows, const sala__layer *w, sala_act *k, 
     sala__op(s, SALA__OP_gemm, &a);
 }
 
+// The norm of x into y. Not an initialiser: padding that is left open looks like half of an address.
+static void sala__norm_args(sala *s, int rows, const sala_weight *weight, float divisor,
+                            sala_norm_args *a) {
+    memset(a, 0, sizeof *a);
+    a->rows = rows;
+    a->width = s->config.dims.hidden;
+    a->eps = s->config.dims.eps;
+    a->weight = *weight;
+    a->x = s->x;
+    a->y = s->y;
+    a->divisor = divisor;
+}
+
 // x += residual_scale * (input w^T); y = the norm that the next reader of x wants.
 static void sala__to_residual(sala *s, int rows, const sala_act *input, const sala_weight *w,
                               const sala_weight *norm, float divisor) {
     const sala_dims *m = &s->config.dims;
-    sala_norm_args n = {rows, m->hidden, m->eps, m->residual_scale, s->branch, *norm,
-                        s->x, s->y,      divisor};
-    sala_gemm_norm_args a = {input, *w, n, s->partial, s->arrivals};
+    sala_gemm_norm_args a;
+    memset(&a, 0, sizeof a);
+    a.input = input;
+    a.w = *w;
+    sala__norm_args(s, rows, norm, divisor, &a.norm);
+    a.norm.scale = m->residual_scale;
+    a.norm.branch = s->branch;
+    a.partial = s->partial;
+    a.arrivals = s->arrivals;
     sala__op(s, SALA__OP_gemm_norm, &a);
 }
 
@@ -8388,9 +8419,15 @@ static void sala__lightning_layer(sala *s, sala__pass *p, const sala__layer *w, 
     gla.k_norm = w->k_norm;
     sala__project(s, p->bucket, w, s->k, (sala_act *)(uintptr_t)gla.v);
     sala__op(s, p->rows.verify ? SALA__OP_gla_verify : SALA__OP_gla_prefill, &gla);
-    sala_gate_args gate = {p->bucket, m->lin_heads * m->lin_dim,     m->eps,
-                           w->o_norm, w->gate.data ? s->gate : NULL, s->o,
-                           s->q}; // which nobody reads any more
+    sala_gate_args gate;
+    memset(&gate, 0, sizeof gate); // see sala__norm_args
+    gate.rows = p->bucket;
+    gate.width = m->lin_heads * m->lin_dim;
+    gate.eps = m->eps;
+    gate.norm = w->o_norm;
+    gate.gate = w->gate.data ? s->gate : NULL;
+    gate.o = s->o;
+    gate.y = s->q; // which nobody reads any more
     sala__op(s, SALA__OP_gate, &gate);
 }
 
@@ -8433,8 +8470,8 @@ static void sala__forward(sala *s, sala__pass *p) {
         rope.cos_sin = s->sparse_cos_sin;
         sala__op(s, SALA__OP_rope_table, &rope);
     }
-    sala_norm_args norm = {rows, m->hidden, m->eps, 0, NULL, weights->layers[0].input_norm,
-                           s->x, s->y,      1};
+    sala_norm_args norm;
+    sala__norm_args(s, rows, &weights->layers[0].input_norm, 1, &norm);
     sala__op(s, SALA__OP_norm, &norm);
     for (int l = 0; l < m->layers; l++) {
         const sala__layer *w = &weights->layers[l];
@@ -8801,6 +8838,7 @@ static int sala__materialise(sala *s, int slot, sala_error *err) {
     sala__sequence *q = &s->sequences[slot];
     if (!q->pending) return 0;
     sala_seq seq = {slot, 0, 0, q->stored, 0, q->pending, sala__pages_of(s, q)};
+    sala__step_layout(s, s->plan.node_rows);
     sala_rows rows = sala__rows(s, 0, 1, 1);
     s->seqs[0] = seq;
     const sala_rows *there = sala__publish_rows(s, &rows);
@@ -8935,6 +8973,7 @@ static int sala__prefill_chunk(sala *s, sala__request *r, int budget, sala_error
     int start = q->stored, count = (start + budget) / SALA_TILE * SALA_TILE - start;
     if (count > left) count = (int)left;
     int last = count == left;
+    sala__step_layout(s, s->plan.rows);
     for (int i = 0; i < count; i++) sala__row(s, i, 0, r->tokens[r->prefilled + i], start + i);
     sala_seq seq = {r->slot, 0, count, start + count, r->segment_start, 0, sala__pages_of(s, q)};
     s->seqs[0] = seq;
@@ -9015,6 +9054,7 @@ static int sala__verify(sala *s, sala_error *err) {
     const sala_dims *m = &s->config.dims;
     sala__request *active[SALA_MAX_ROWS];
     int n = 0, shows = 0;
+    sala__step_layout(s, s->plan.node_rows);
     for (sala__request *r = s->requests; r && n < s->plan.slots; r = r->next) {
         if (r->state != SALA__DECODE || r->slot < 0) continue;
         sala__sequence *q = &s->sequences[r->slot];

@@ -43,6 +43,8 @@ static int bench_chains(sala *s, int64_t count, sala_error *err) {
     sala__request *r = s->requests;
     sala__sequence *q = &s->sequences[r->slot];
     int code = sala__cuda_enter(&s->gpu.cuda, err);
+    if (code < 0) return code;
+    sala__step_layout(s, s->plan.node_rows);
     for (int64_t n = 0; n < count && code == 0; n++) {
         sala_seq seq = {r->slot, 0, SALA_MAX_PATH, q->stored, 0, q->pending, sala__pages_of(s, q)};
         sala__pass p;
@@ -180,7 +182,10 @@ static int bench_prompt_kernels(sala *s, const int32_t *tokens, int64_t count, s
     sala_request ask;
     sala_event e;
     sala__cu_memory at = bench_trace_at(s);
-    if (!at) return 0;
+    if (!at) {
+        printf("no table of kernels: it needs SALA_TRACE=1 in the environment\n");
+        return 0;
+    }
     memset(&ask, 0, sizeof ask);
     ask.tokens = tokens;
     ask.token_count = count;
@@ -189,15 +194,16 @@ static int bench_prompt_kernels(sala *s, const int32_t *tokens, int64_t count, s
     g->log = log;
     while (code > 0) {
         g->launches = 0;
-        if (sala__cuda_enter(c, err) < 0) return -1;
+        if ((code = sala__cuda_enter(c, err)) < 0) break;
         sala__cuda_fill(c, at, 0, 8, NULL);
         sala__cuda_leave(c);
         code = sala_step(s, err);
         while (sala_next_event(s, &e)) continue;
-        if (sala__cuda_enter(c, err) < 0) return -1;
+        if (code <= 0 || (code = sala__cuda_enter(c, err)) < 0) break;
         sala__cuda_download(c, trace, at, sizeof trace, NULL);
         sala__cuda_wait(c, NULL);
         sala__cuda_leave(c);
+        code = 1;
         for (int i = 0; i + 1 < g->launches && g->launches < 1000; i++) {
             sum[log[i]] += (double)(trace[2 + 2 * i + 3] - trace[2 + 2 * i + 1]) * 1e-6;
             number[log[i]]++;
