@@ -122,6 +122,10 @@ SALA_DEVICE void sala_copy_commit(void) {
 
 #define SALA_COPY_WAIT(n) asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory")
 
+// A barrier of all the block's threads that its warps may reach from different code, which
+// __syncthreads does not allow.
+#define SALA_MEET(threads) asm volatile("bar.sync 1, %0;" ::"n"(threads) : "memory")
+
 // 16 bytes of a weight that is read once.
 SALA_DEVICE uint4 sala_load_once(const void *global) {
     uint4 v;
@@ -2100,8 +2104,8 @@ SALA_DEVICE int64_t sala_prefill_place(const sala_product_args *a, const sala_pr
     return exists ? (int64_t)token * n + column : -1;
 }
 
-// The results of a warp, rounded, pass through shared memory of its own, which since the last
-// barrier holds nothing that is wanted: blocks of 8 x 8, a row of x across, rotated for the banks;
+// The results of a warp, rounded, pass through shared memory of its own, where after a last barrier
+// nobody reads ahead any more: blocks of 8 x 8, a row of x across, rotated for the banks;
 // ldmatrix turns four of them and gives each lane eight columns of a row of x. With gate and up the
 // blocks come in turns. What is added to comes there first, all of it at once.
 SALA_DEVICE void sala_prefill_store(const sala_product_args *a, const sala_prefill_tile *at,
@@ -2110,6 +2114,7 @@ SALA_DEVICE void sala_prefill_store(const sala_product_args *a, const sala_prefi
     int pair = a->kind == SALA_PRODUCT_SWIGLU, add = a->kind == SALA_PRODUCT_NORM;
     int rounds = pair ? wide : tall * wide / 2, row = (lane >> 3) * 2 + (lane & 1);
     unsigned char *own = sala_shared() + warp * bytes, *old = own + 4 * bytes + lane * 16;
+    __syncthreads();
 #pragma unroll 1
     for (int i = 0; add && i < rounds; i++) {
         int64_t place = sala_prefill_place(a, at, tall, wide, i);
@@ -2223,7 +2228,7 @@ typedef struct sala_gla_chunk {
 } sala_gla_chunk;
 
 SALA_DEVICE void sala_gla_meet(void) { // the roles, each from its own loop
-    __syncthreads();
+    SALA_MEET(320);
 }
 
 SALA_DEVICE void sala_gla_tile(sala_gla_chunk *at, int t) {

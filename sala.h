@@ -6517,15 +6517,16 @@ typedef struct sala__cuda_kernel {
     const char *name;
 } sala__cuda_kernel;
 
-// Find a kernel; `shared_bytes` is the most dynamic shared memory that a launch will ask for.
-static int sala__cuda_get_kernel(sala__cuda *c, const char *name, unsigned shared_bytes,
+// Find a kernel in the modules from `module` on; `shared_bytes` is the most dynamic shared memory that
+// a launch will ask for.
+static int sala__cuda_get_kernel(sala__cuda *c, int module, const char *name, unsigned shared_bytes,
                                  sala__cuda_kernel *kernel, sala_error *err) {
     char doing[160];
     snprintf(doing, sizeof doing, "preparing the kernel %.64s with %u bytes of shared memory", name,
              shared_bytes);
     kernel->name = name;
     sala__cu_result result = SALA__CU_NOT_FOUND;
-    for (int i = 0; i < c->module_count && result == SALA__CU_NOT_FOUND; i++)
+    for (int i = module; i < c->module_count && result == SALA__CU_NOT_FOUND; i++)
         result = c->api.cuModuleGetFunction(&kernel->function, c->modules[i], name);
     if (result == 0)
         result = c->api.cuFuncSetAttribute(kernel->function, SALA__CU_FUNCTION_MAX_DYNAMIC_SHARED,
@@ -7026,10 +7027,13 @@ static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) 
     if (code == 0 && sala__now() - start > 1)
         sala__log(&g->cuda.env, SALA_LOG_INFO, "kernels compiled for %s in %.1f s; they are cached",
                   g->cuda.architecture, sala__now() - start);
-    for (int i = 0; i < SALA__KERNEL_COUNT && code == 0; i++)
-        if (g->units >> sala__kernels[i].unit & 1)
-            code = sala__cuda_get_kernel(&g->cuda, sala__kernels[i].name, SALA__SHARED_MOST,
+    for (int i = 0; i < SALA__KERNEL_COUNT && code == 0; i++) {
+        unsigned unit = sala__kernels[i].unit, before = g->units & ((1u << unit) - 1);
+        int module = trace ? 0 : __builtin_popcount(before); // units are loaded in order
+        if (g->units >> unit & 1)
+            code = sala__cuda_get_kernel(&g->cuda, module, sala__kernels[i].name, SALA__SHARED_MOST,
                                          &g->kernels[i], err);
+    }
     return code;
 }
 

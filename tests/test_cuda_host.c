@@ -732,7 +732,7 @@ static void launches(void) {
         if (open_tiny(&c, &err) < 0 || sala__cuda_enter(&c, &err) < 0) continue;
         CHECK(sala__cuda_compile(&c, NULL, 0, 3, &err) == 0, "%s", err.text);
         sala__cuda_kernel k;
-        CHECK(sala__cuda_get_kernel(&c, "sala_tiny", 101376, &k, &err) == 0, "%s", err.text);
+        CHECK(sala__cuda_get_kernel(&c, 0, "sala_tiny", 101376, &k, &err) == 0, "%s", err.text);
         int args = 77 + early, *seen = counter("fake_launch");
         int code = sala__cuda_launch(&c, &k, 5, 6, 7, 128, 4096, &args, early % 2, &err);
         CHECK(code == 0, "%s", err.text);
@@ -747,10 +747,10 @@ static void launches(void) {
         CHECK(sala__cuda_capture_begin(&c, &err) == 0, "%s", err.text);
         CHECK(sala__cuda_capture_end(&c, NULL, &err) == 0, "%s", err.text);
 
-        code = sala__cuda_get_kernel(&c, "sala_other", 0, &k, &err);
+        code = sala__cuda_get_kernel(&c, 0, "sala_other", 0, &k, &err);
         CHECK(code == SALA_E_DEVICE && strstr(err.text, "preparing the kernel sala_other with 0"),
               "%s", err.text);
-        code = sala__cuda_get_kernel(&c, "sala_tiny", 200000, &k, &err);
+        code = sala__cuda_get_kernel(&c, 0, "sala_tiny", 200000, &k, &err);
         CHECK(code == SALA_E_DEVICE && strstr(err.text, "sala_tiny with 200000 bytes"), "%s",
               err.text);
         fake("cuLaunchKernelEx=701,cuGraphInstantiateWithFlags=1");

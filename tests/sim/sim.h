@@ -467,6 +467,7 @@ static inline void sala_copy_commit(void) {
     sala_sim->copy_commit();
 }
 #define SALA_COPY_WAIT(n) sala_sim->copy_wait(n, __LINE__)
+#define SALA_MEET(threads) __syncthreads()
 static inline uint4 sala_load_once(const void *global, SALA_SIM_LINE) {
     sala_sim->check(global, 16, 16, line);
     uint4 v;
