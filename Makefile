@@ -73,7 +73,7 @@ $(B)/check_kernels: tools/check_kernels.c sala.h sala.cu kernels.h | $(B)
 mutations: $(B)/test_kernels $(B)/test_prefill
 	SALA_SIM=$(B)/libsala_sim.so sh tests/sim/mutate.sh $(B)/test_kernels
 
-# What only a GPU can tell. STAGE: kernels, engine, sanitizer, bench or all (the default).
+# What only a GPU can tell. STAGE: kernels, engine, sanitizer, needles, bench, prefill or all (the default).
 gpu-test:
 	sh tools/gpu_check.sh $(STAGE)
 
@@ -89,7 +89,7 @@ help:
 	@echo "make run      generate a story with models/sala-tiny"
 	@echo "make test     build and run all tests that need no GPU"
 	@echo "make check-kernels  compile all kernels for every target (needs NVRTC, no GPU)"
-	@echo "make gpu-test STAGE=all  what only a GPU can tell"
+	@echo "make gpu-test STAGE=all  what only a GPU can tell (kernels engine sanitizer needles bench prefill)"
 	@echo "make mutations      plant faults in the kernels and see that the tests notice"
 	@echo "make format   apply .clang-format"
 	@echo "make clean    remove what was built"

@@ -242,8 +242,12 @@ static void run_json(const generation *g, const run_input *in, const char *logpr
     printf(", \"timings\": {\"output_tokens\": %lld, \"queue_seconds\": %.6f, \"prefill_seconds\": "
            "%.6f, ",
            (long long)t->output_tokens, t->queue_seconds, t->prefill_seconds);
-    printf("\"decode_seconds\": %.6f, \"decode_bytes\": %lld, \"first_token_seconds\": %.6f, ",
-           t->decode_seconds, (long long)t->decode_bytes, t->queue_seconds + t->prefill_seconds);
+    printf("\"decode_seconds\": %.6f, \"decode_bytes\": %lld, \"first_token_seconds\": ",
+           t->decode_seconds, (long long)t->decode_bytes);
+    if (t->output_tokens)
+        printf("%.6f, ", t->queue_seconds + t->prefill_seconds);
+    else
+        printf("null, ");
     printf("\"prefill_tokens_per_second\": %.3f, \"decode_tokens_per_second\": %.3f, "
            "\"decode_gb_per_second\": %.3f}}\n",
            cli_rate((double)t->prompt_tokens, t->prefill_seconds),

@@ -7025,7 +7025,7 @@ static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) 
     double start = sala__now();
     int code = sala__cuda_compile(&g->cuda, options, 1 + trace, trace ? 1 : g->units, err);
     if (code == 0 && sala__now() - start > 1)
-        sala__log(&g->cuda.env, SALA_LOG_INFO, "kernels compiled for %s in %.1f s; they are cached",
+        sala__log(&g->cuda.env, SALA_LOG_INFO, "kernels compiled for %s in %.1f s",
                   g->cuda.architecture, sala__now() - start);
     for (int i = 0; i < SALA__KERNEL_COUNT && code == 0; i++) {
         unsigned unit = sala__kernels[i].unit, before = g->units & ((1u << unit) - 1);
@@ -8674,7 +8674,8 @@ static void sala__fill_timings(const sala__request *r, sala_timings *t) {
     t->prompt_tokens = r->prefilled;
     t->output_tokens = r->chosen;
     t->queue_seconds = r->admitted > 0 ? r->admitted - r->submitted : 0;
-    t->prefill_seconds = r->first_token > 0 ? r->first_token - r->admitted : 0;
+    double until = r->first_token > 0 ? r->first_token : sala__now(); // cancelled in prefill
+    t->prefill_seconds = r->admitted > 0 ? until - r->admitted : 0;
     t->decode_seconds = r->first_token > 0 ? r->last_token - r->first_token : 0;
     t->decode_bytes = r->decode_bytes;
 }

@@ -183,7 +183,8 @@ static int bench_prompt_kernels(sala *s, const int32_t *tokens, int64_t count, s
     sala_event e;
     sala__cu_memory at = bench_trace_at(s);
     if (!at) {
-        printf("no table of kernels: it needs SALA_TRACE=1 in the environment\n");
+        printf(
+            "no table of kernels: it needs SALA_TRACE=1 in the environment, and a real driver\n");
         return 0;
     }
     memset(&ask, 0, sizeof ask);

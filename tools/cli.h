@@ -700,10 +700,14 @@ static double cli_rate(double amount, double seconds) {
 // One line: what was read and written, and how fast.
 static void cli_print_timings(const sala_timings *t) {
     double rate = cli_rate((double)(t->output_tokens - 1), t->decode_seconds);
-    fprintf(stderr, "sala: prompt %lld tokens in %.2f s, %.0f t/s; first token after %.2f s; ",
-            (long long)t->prompt_tokens, t->prefill_seconds,
-            cli_rate((double)t->prompt_tokens, t->prefill_seconds),
-            t->queue_seconds + t->prefill_seconds);
+    fprintf(stderr, "sala: %s %lld tokens in %.2f s, %.0f t/s; ",
+            t->output_tokens ? "prompt" : "read of the prompt:", (long long)t->prompt_tokens,
+            t->prefill_seconds, cli_rate((double)t->prompt_tokens, t->prefill_seconds));
+    if (!t->output_tokens) {
+        fprintf(stderr, "no token yet\n");
+        return;
+    }
+    fprintf(stderr, "first token after %.2f s; ", t->queue_seconds + t->prefill_seconds);
     fprintf(stderr, "%lld tokens in %.2f s", (long long)t->output_tokens, t->decode_seconds);
     if (rate > 0)
         fprintf(stderr, ", %.1f t/s, %.2f GB/s", rate,
