@@ -327,8 +327,8 @@ static bool memory_holds(const void *p, size_t size) {
 
 // Words that are addresses of host memory are replaced by addresses of nothing: a kernel could follow
 // them here, but not on a device. Addresses of the heap, of stacks and of libraries are large, and a
-// number that is none hardly ever hits a page that exists; but a small int or a float like 1 or 16
-// beside padding, which may hold half of an address, could.
+// number that is none hardly ever hits a page that exists; but a small int or a float like 1, 16 or
+// 1e-6 (which is odd) beside padding, which may hold half of an address, could.
 static const uint64_t NOWHERE = 0x6BAD00000000u;
 
 static void hide_host_pointers(void *data, size_t size) {
@@ -337,7 +337,7 @@ static void hide_host_pointers(void *data, size_t size) {
         unsigned char there;
         memcpy(&word, (char *)data + at, 8);
         if (word < 1ull << 46 || word >= 1ull << 48 || (uint32_t)word < 1u << 20 ||
-            (word & 0xFFFFF) == 0)
+            (word & 0xFFFFF) == 0 || (word & 1))
             continue;
         if (memory_of((void *)(uintptr_t)word) || memory_of((void *)(uintptr_t)(word - 1)))
             continue;
