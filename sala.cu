@@ -76,6 +76,13 @@ SALA_DEVICE float sala_exp2(float x) {
     return y;
 }
 
+// Two numbers as a pair of BF16.
+SALA_DEVICE uint32_t sala_pair(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
 // a * b + c of two pairs of BF16, each rounded once.
 SALA_DEVICE uint32_t sala_fma2(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d;
@@ -171,15 +178,6 @@ SALA_DEVICE float sala_low(uint32_t pair) { // the two halves of a pair of BF16
 
 SALA_DEVICE float sala_high(uint32_t pair) {
     return __uint_as_float(pair & 0xFFFF0000u);
-}
-
-SALA_DEVICE uint32_t sala_pair(float low, float high) {
-#ifndef SALA_SIM
-    uint32_t pair; // one instruction for the same
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-#endif
-    return (uint32_t)sala_f32_bf16(low) | (uint32_t)sala_f32_bf16(high) << 16;
 }
 
 // Sum over the warp, the same tree for every lane.
@@ -1226,8 +1224,10 @@ SALA_DEVICE void sala_query_load(sala_act *to, const sala_act *q, const sala_vie
         sala_copy16_or_zero(to + sala_vector_at(i >> 4, i & 15), from + i * 8, i >> 4 < SALA_GROUP);
 }
 
-// s[i] = q . k * attn_scale / ln 2 of the heads and keys 8i .. 8i + 7, of `keys`, a constant: all
-// scores, maxima and logarithms of sums are binary, since exp2f is half the code of expf.
+// All scores, maxima and logarithms of sums are binary, since exp2f is half the code of expf.
+#define SALA_SCORE_SCALE (MODEL.attn_scale * 1.44269504f)
+
+// s[i] = q . k * attn_scale / ln 2 of the heads and keys 8i .. 8i + 7, of `keys`, a constant.
 SALA_DEVICE void sala_score_keys(float (*s)[4], const sala_act *q, const sala_act *k, int keys) {
     int lane = (int)threadIdx.x & 31, row = lane & 15;
 #pragma unroll
@@ -1246,7 +1246,7 @@ SALA_DEVICE void sala_score_keys(float (*s)[4], const sala_act *q, const sala_ac
         }
     }
 #pragma unroll
-    for (int i = 0; i < keys / 2; i++) s[i / 4][i % 4] *= MODEL.attn_scale * 1.44269504f;
+    for (int i = 0; i < keys / 2; i++) s[i / 4][i % 4] *= SALA_SCORE_SCALE;
 }
 
 // Element x of a compressed row: the mean of its window's keys, summed in position order as on the
@@ -2604,7 +2604,6 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 // the scores of the other become exponentials.
 #define SALA_SCORE_TOKENS 4                      // of a warp
 #define SALA_SCORE_HALVES ((SALA_GROUP + 7) / 8) // of the group's heads, eight columns each
-#define SALA_SCORE_SCALE (MODEL.attn_scale * 1.44269504f)
 #define SALA_SCORE_SLACK 32.0f // how far a score may exceed the maximum before that is raised
 
 typedef struct sala_prefill_shared {
@@ -2906,13 +2905,12 @@ SALA_DEVICE void sala_running_scores(float s[2][8][4], const sala_act *q, const 
 
 // Those of a tile to weights exp2(score - maximum).
 SALA_DEVICE void sala_running_weights(sala_running *run, float (*s)[4], int keys) {
-    const float scale = MODEL.attn_scale * 1.44269504f;
     float top[2] = {-SALA_INFINITY, -SALA_INFINITY}, shrink[2];
 #pragma unroll
     for (int i = 0; i < keys / 2; i++) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i / 4][i % 4]);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        top[half] = sala_quad_max(top[half]) * scale;
+        top[half] = sala_quad_max(top[half]) * SALA_SCORE_SCALE;
         if (top[half] <= run->max[half] + SALA_SLACK) top[half] = run->max[half];
     }
     if (__any_sync(0xFFFFFFFFu, top[0] != run->max[0] || top[1] != run->max[1])) {
@@ -2928,7 +2926,7 @@ SALA_DEVICE void sala_running_weights(sala_running *run, float (*s)[4], int keys
 #pragma unroll
     for (int i = 0; i < keys / 2; i++) {
         float *x = &s[i / 4][i % 4];
-        *x = sala_exp2(fmaf(*x, scale, -run->max[i / 2 % 2]));
+        *x = sala_exp2(fmaf(*x, SALA_SCORE_SCALE, -run->max[i / 2 % 2]));
         run->sum[i / 2 % 2] += *x;
     }
 }

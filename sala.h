@@ -4904,14 +4904,30 @@ typedef struct sala__gla_job {
     const sala_gla_args *a;
 } sala__gla_job;
 
+// Norm and rotation of the q and k of lightning attention, in place.
+static sala_qk_args sala__gla_qk(const sala_dims *m, const sala_gla_args *a, int rows) {
+    sala_qk_args qk;
+    memset(&qk, 0, sizeof qk);
+    qk.rows = rows;
+    qk.heads = m->lin_heads;
+    qk.kv_heads = m->lin_kv_heads;
+    qk.dim = m->lin_dim;
+    qk.eps = m->eps;
+    qk.q_norm = a->q_norm;
+    qk.k_norm = a->k_norm;
+    qk.cos_sin = a->cos_sin;
+    qk.q = a->q;
+    qk.k = a->k;
+    return qk;
+}
+
 // What comes before the state: k to its place, norm and rotation of q and k.
 static void sala__gla_inputs(sala__cpu *cpu, const sala_gla_args *a) {
     const sala_dims *m = a->dims;
     if (!a->o) return;
     size_t count = (size_t)a->rows->count * (size_t)m->lin_kv_heads * (size_t)m->lin_dim;
     if (a->k != a->raw_k) memcpy(a->k, a->raw_k, count * sizeof(sala_act));
-    sala_qk_args qk = {a->rows->count, m->lin_heads, m->lin_kv_heads, m->lin_dim, m->eps,
-                       a->q_norm,      a->k_norm,    a->cos_sin,      a->q,       a->k};
+    sala_qk_args qk = sala__gla_qk(m, a, a->rows->count);
     sala__op_qk_norm_rope(cpu, &qk);
 }
 
@@ -6884,18 +6900,7 @@ static void sala__launch_sample(sala__gpu *g, const sala_sample_args *a) {
 // q and k in place, then four blocks a head, 32 columns each.
 static void sala__launch_gla_prefill(sala__gpu *g, const sala_gla_args *a) {
     const sala_dims *m = g->dims;
-    sala_qk_args qk;
-    memset(&qk, 0, sizeof qk);
-    qk.rows = g->rows;
-    qk.heads = m->lin_heads;
-    qk.kv_heads = m->lin_kv_heads;
-    qk.dim = m->lin_dim;
-    qk.eps = m->eps;
-    qk.q_norm = a->q_norm;
-    qk.k_norm = a->k_norm;
-    qk.cos_sin = a->cos_sin;
-    qk.q = a->q;
-    qk.k = a->k;
+    sala_qk_args qk = sala__gla_qk(m, a, g->rows);
     if (a->q_norm.data || a->k_norm.data || a->cos_sin) sala__launch_qk_norm_rope(g, &qk);
     sala__launch(g, SALA__KERNEL_prefill_gla, (unsigned)m->lin_heads * 4, 1, 1,
                  SALA_GLA_TILES_SHARED, a);

@@ -197,21 +197,28 @@ static double tiles_state_error(const float *a, const float *b) {
     return most / scale;
 }
 
+// The stretch by the device, cut every so many rows, and (left in *p) by the twin, from the same states.
+static void tiles_both(tiles *p, int every, float *state, uint16_t *o) {
+    size_t states = tiles_states(p) * 4;
+    float *before = (float *)tiles_memory(states);
+    memcpy(before, p->state, states);
+    tiles_device(p, every);
+    memcpy(state, p->state, states);
+    memcpy(o, p->o, (size_t)p->rows * tiles_q_width(p) * 2);
+    memcpy(p->state, before, states);
+    tiles_twin(p);
+    free(before);
+}
+
 // The device against the twin. Parts of BF16 are good for 2^-16 of each term, so a state is within 5e-5 of its
 // largest element (one part alone: 2e-3), and few o round to another BF16 than the twin's, by one step at most.
 static void tiles_check(int heads, int kv_heads, int position, int rows) {
     sala_dims m = tiles_dims(heads, kv_heads);
     tiles *p = tiles_make(&m, rows, position);
     size_t count = (size_t)rows * tiles_q_width(p), other = 0;
-    float *before = (float *)tiles_memory(tiles_states(p) * 4);
     float *state = (float *)tiles_memory(tiles_states(p) * 4);
     uint16_t *o = (uint16_t *)tiles_memory(count * 2);
-    memcpy(before, p->state, tiles_states(p) * 4);
-    tiles_device(p, 65536);
-    memcpy(state, p->state, tiles_states(p) * 4);
-    memcpy(o, p->o, count * 2);
-    memcpy(p->state, before, tiles_states(p) * 4);
-    tiles_twin(p);
+    tiles_both(p, 65536, state, o);
     for (size_t i = 0; i < tiles_states(p) / 16384; i++) {
         double most = i / (size_t)heads == (size_t)p->slot ? 5e-5 : 0, // others' are untouched
             error = tiles_state_error(state + i * 16384, p->state + i * 16384);
@@ -233,7 +240,6 @@ static void tiles_check(int heads, int kv_heads, int position, int rows) {
     }
     CHECK(other <= 2 + count / 50, "%d/%d heads: %zu of %zu o differ", heads, kv_heads, other,
           count);
-    free(before);
     free(state);
     free(o);
     tiles_free(p);
@@ -245,16 +251,10 @@ static void tiles_check_normed(int heads, int kv_heads, int position, int rows) 
     sala_dims m = tiles_dims(heads, kv_heads);
     tiles *p = tiles_make(&m, rows, position);
     size_t count = (size_t)rows * tiles_q_width(p), first = (size_t)(p->slot * heads) * 16384;
-    float *before = (float *)tiles_memory(tiles_states(p) * 4);
     float *state = (float *)tiles_memory(tiles_states(p) * 4);
     uint16_t *o = (uint16_t *)tiles_memory(count * 2);
     p->plain = 0;
-    memcpy(before, p->state, tiles_states(p) * 4);
-    tiles_device(p, 64);
-    memcpy(state, p->state, tiles_states(p) * 4);
-    memcpy(o, p->o, count * 2);
-    memcpy(p->state, before, tiles_states(p) * 4);
-    tiles_twin(p);
+    tiles_both(p, 64, state, o);
     for (size_t i = first; i < first + (size_t)heads * 16384; i += 16384) {
         double error = tiles_state_error(state + i, p->state + i);
         CHECK(error <= 4e-3, "state %zu is off by %g", i / 16384, error);
@@ -269,7 +269,6 @@ static void tiles_check_normed(int heads, int kv_heads, int position, int rows) 
         CHECK(most <= scale * 0x1p-6f, "o, vector %zu is off by %g of %g", i / 128, (double)most,
               (double)scale);
     }
-    free(before);
     free(state);
     free(o);
     tiles_free(p);

@@ -141,13 +141,24 @@ static sala__cu_memory bench_trace_at(sala *s) { // 0: there is none
     return at;
 }
 
-// With SALA_TRACE set kernels were compiled to note when their first block could go on. Time from
-// there to the same moment of the next kernel: what each cost in its place, overlap and gaps
-// included.
+// With SALA_TRACE set kernels were compiled to note when their first block could go on. Wait for the
+// `launches` in `log` and add the microseconds from there to the same moment of the next kernel: what
+// each cost in its place, overlap and gaps included. The last one is not seen.
+static void bench_trace_add(sala *s, sala__cu_memory at, const int *log, int launches,
+                            double sum[BENCH_KINDS], int count[BENCH_KINDS]) {
+    static uint64_t trace[2 + 2 * 1024];
+    sala__cuda_download(&s->gpu.cuda, trace, at, sizeof trace, NULL);
+    sala__cuda_wait(&s->gpu.cuda, NULL);
+    for (int i = 0; i + 1 < launches && launches <= 1000; i++) {
+        sum[log[i]] += (double)(trace[2 + 2 * i + 3] - trace[2 + 2 * i + 1]) * 1e-3;
+        count[log[i]]++;
+    }
+}
+
+// The mean of several launches of a recorded step.
 static void bench_trace(sala *s, sala__cu_exec exec, const int *log, int launches) {
     enum { ROUNDS = 16, WARM = 4 };
     sala__cuda *c = &s->gpu.cuda;
-    static uint64_t trace[2 + 2 * 1024];
     sala__cu_memory at = bench_trace_at(s);
     double sum[BENCH_KINDS] = {0}, total = 0;
     int count[BENCH_KINDS] = {0};
@@ -155,26 +166,20 @@ static void bench_trace(sala *s, sala__cu_exec exec, const int *log, int launche
     for (int round = 0; round < WARM + ROUNDS; round++) {
         sala__cuda_fill(c, at, 0, 8, NULL);
         sala__cuda_graph_launch(c, exec, NULL);
-        sala__cuda_download(c, trace, at, sizeof trace, NULL);
-        sala__cuda_wait(c, NULL);
-        for (int i = 0; i + 1 < launches && round >= WARM; i++) {
-            sum[log[i]] += (double)(trace[2 + 2 * i + 3] - trace[2 + 2 * i + 1]) * 1e-3 / ROUNDS;
-            count[log[i]] += round == WARM;
-        }
+        bench_trace_add(s, at, log, round < WARM ? 0 : launches, sum, count);
     }
     printf("\n%-20s %9s %11s %11s\n", "kernel in its place", "launches", "us a step", "us each");
     for (int k = 0; k < BENCH_KINDS; k++) {
         if (!count[k]) continue;
-        printf("%-20s %9d %11.1f %11.2f\n", bench_kind(k), count[k], sum[k], sum[k] / count[k]);
-        total += sum[k];
+        printf("%-20s %9d %11.1f %11.2f\n", bench_kind(k), count[k] / ROUNDS, sum[k] / ROUNDS,
+               sum[k] / count[k]);
+        total += sum[k] / ROUNDS;
     }
     printf("%-20s %9s %11.1f\n\n", "sum", "", total);
 }
 
-// Where the time of a prompt goes: every chunk's kernels in their places (see bench_trace; the last
-// one of a chunk is not seen), summed up. Prints a table.
+// Where the time of a prompt goes: every chunk's kernels in their places, summed up. Prints a table.
 static int bench_prompt_kernels(sala *s, const int32_t *tokens, int64_t count, sala_error *err) {
-    static uint64_t trace[2 + 2 * 1024];
     sala__gpu *g = &s->gpu;
     sala__cuda *c = &g->cuda;
     double sum[BENCH_KINDS] = {0}, total = 0;
@@ -201,14 +206,9 @@ static int bench_prompt_kernels(sala *s, const int32_t *tokens, int64_t count, s
         code = sala_step(s, err);
         while (sala_next_event(s, &e)) continue;
         if (code <= 0 || (code = sala__cuda_enter(c, err)) < 0) break;
-        sala__cuda_download(c, trace, at, sizeof trace, NULL);
-        sala__cuda_wait(c, NULL);
+        bench_trace_add(s, at, log, g->launches, sum, number);
         sala__cuda_leave(c);
         code = 1;
-        for (int i = 0; i + 1 < g->launches && g->launches < 1000; i++) {
-            sum[log[i]] += (double)(trace[2 + 2 * i + 3] - trace[2 + 2 * i + 1]) * 1e-6;
-            number[log[i]]++;
-        }
     }
     g->log = NULL;
     for (int k = 0; k < BENCH_KINDS; k++) total += sum[k];
@@ -216,9 +216,9 @@ static int bench_prompt_kernels(sala *s, const int32_t *tokens, int64_t count, s
            (long long)count, "kernel", "launches", "ms", "share");
     for (int k = 0; k < BENCH_KINDS; k++)
         if (number[k])
-            printf("%-26s %9d %11.2f %5.1f %%\n", bench_kind(k), number[k], sum[k],
+            printf("%-26s %9d %11.2f %5.1f %%\n", bench_kind(k), number[k], 1e-3 * sum[k],
                    100 * sum[k] / total);
-    printf("%-26s %9s %11.2f\n", "sum", "", total);
+    printf("%-26s %9s %11.2f\n", "sum", "", 1e-3 * total);
     return code;
 }
 

@@ -431,6 +431,10 @@ static inline void sala_mma(float d[4], const uint32_t a[4], const uint32_t b[2]
     o.b = b;
     sala_sim->collective(SALA_SIM_MMA, line, 0xFFFFFFFFu, &o);
 }
+static inline uint16_t sala_f32_bf16(float x); // of kernels.h
+static inline uint32_t sala_pair(float low, float high) {
+    return (uint32_t)sala_f32_bf16(low) | (uint32_t)sala_f32_bf16(high) << 16;
+}
 static inline uint32_t sala_sim_fma(uint32_t a, uint32_t b, uint32_t c) { // the low BF16 of each
     double exact = (double)__uint_as_float(a << 16) * (double)__uint_as_float(b << 16) +
                    (double)__uint_as_float(c << 16);
