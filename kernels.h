@@ -233,13 +233,33 @@ typedef struct sala_nodes {
         *tier2; // [rows, kv_heads, head_dim] the row that this node's token completes, if it does
 } sala_nodes;
 
-enum { SALA_BF16 = 0, SALA_F16 = 1, SALA_F32 = 2 }; // weight formats
+// Weight formats. The 4-bit ones (nvfp4.md): NVFP4 is alpha[n] * E4M3 scale of 16 k * E2M1 code; INT4
+// is alpha[n] * BF16(BF16 scale of `group` k * (code - zero)).
+enum { SALA_BF16 = 0, SALA_F16 = 1, SALA_F32 = 2, SALA_NVFP4 = 3, SALA_INT4 = 4 };
 
 typedef struct sala_weight {
-    const void *data; // [n, k]
+    const void *data; // [n, k]; 4 bits: [n, k/2], even k in the low nibble (GPU: see sala_packed4)
     int32_t format;   // SALA_BF16 ...
     int32_t n, k;     // outputs, inputs; a vector has k = 1
+    // What only 4-bit weights have.
+    const void *scale;   // NVFP4: [n, k/16] E4M3; INT4: [n, k/group] BF16; GPU: inside data
+    const uint8_t *zero; // INT4: [n, k/group] the code that means 0, at most 16; NULL: 8
+    const float *alpha;  // 4 bits: [n] a factor of each output row; NULL: 1
+    float input_scale;   // NVFP4: x may be quantised in units of this (nvfp4.md 8); 0: it may not
+    int32_t group;       // k that share a scale: NVFP4 16; INT4 a multiple of 32
 } sala_weight;
+
+SALA_FN sala_weight sala_plain_weight(const void *data, int32_t format, int32_t n, int32_t k) {
+    sala_weight w = {data, format, n, k, 0, 0, 0, 0, 0};
+    return w;
+}
+
+// Rows of x in NVFP4, for W4A4: x = scale * E4M3 scale of 16 k * E2M1 code. codes NULL: there are none.
+typedef struct sala_quant {
+    uint8_t *codes;  // [rows, k/2], even k in the low nibble
+    uint8_t *scales; // [rows, k/16]
+    float scale;     // the weights' input_scale
+} sala_quant;
 
 // ---- operations: one argument struct each ----
 // Where an operation has a prefill and a verify form (the arithmetic differs), it has two names. On
@@ -270,8 +290,9 @@ typedef struct sala_norm_args {
     const sala_act *branch; // [rows, width] or NULL
     sala_weight weight;     // [width]
     sala_act *x;            // [rows, width] in, out
-    sala_act *y;            // [rows, width]
+    sala_act *y;            // [rows, width] or, where quant is enough, NULL
     float divisor;          // y is divided by it (1 but for the final norm)
+    sala_quant quant;       // y once more, quantised, or codes NULL
 } sala_norm_args;
 
 // y_i[r, n] = sum_k x[r, k] * w_i[n, k] for up to four weights that read the same x. The same bits
@@ -284,6 +305,7 @@ typedef struct sala_gemm_args {
     sala_weight w[SALA_GEMM_MAX];
     sala_act *y[SALA_GEMM_MAX]; // [rows, n_i]; or
     float *y_f32;               // [rows, n_0] instead of y[0] (the logits)
+    sala_quant qx; // W4A4 (prefill, all weights NVFP4): is read instead of x; codes NULL: x is
 } sala_gemm_args;
 
 // branch = input w^T, then the norm above. A GPU never writes the branch: the blocks that arrive
@@ -295,6 +317,7 @@ typedef struct sala_gemm_norm_args {
     sala_norm_args norm;   // norm.branch is scratch of the CPU
     float *partial;        // GPU: [splits, rows, width]
     int32_t *arrivals;     // GPU: [2] zero before and after
+    sala_quant qx;         // as in sala_gemm_args
 } sala_gemm_norm_args;
 
 // y = silu(x gate^T) * (x up^T)
@@ -304,7 +327,17 @@ typedef struct sala_gemm_swiglu_args {
     sala_weight gate, up; // [ffn, k]; a GPU has both in gate.data (see sala_packed_pair)
     sala_act *y;          // [rows, ffn]
     sala_act *scratch;    // CPU: [rows, ffn]
+    sala_quant qx;        // as in sala_gemm_args
+    sala_quant quant;     // y quantised instead of y, or codes NULL
 } sala_gemm_swiglu_args;
+
+// x quantised (nvfp4.md 8), IEEE arithmetic: b = max |x| of 16, s = E4M3(b * (1 / (6 * scale))), codes
+// E2M1(x * (1 / (s * scale))); s = 0 makes all codes 0.
+typedef struct sala_quantize_args {
+    int32_t rows, width;
+    const sala_act *x; // [rows, width]
+    sala_quant quant;
+} sala_quantize_args;
 
 // q, k of a layer in place: RMSNorm over each head (if weights are given), then RoPE (if a table is
 // given)
@@ -422,6 +455,7 @@ typedef struct sala_commit_args {
     X(gla_prefill, gla)                                                                            \
     X(gla_verify, gla)                                                                             \
     X(gate, gate)                                                                                  \
+    X(quantize, quantize)                                                                          \
     X(store_prefill, store)                                                                        \
     X(select, select)                                                                              \
     X(attend, attend)                                                                              \
@@ -551,6 +585,32 @@ SALA_FN int32_t sala_packed_pair(int32_t n, int32_t is_up) { // row of the pair 
     return (n >> 3) * 16 + is_up * 8 + (n & 7);
 }
 
+// A 4-bit matrix: the same tiles in the same order, a block of SALA_BLOCK4 bytes each: 2 KiB of codes,
+// then their scales, so that one stretch of memory feeds a stage. A lane's 16 bytes of a 16 x 64 tile
+// are four words of eight codes, k 8c .. 8c+7 of: row g and g + 8 of the first 32 k, then of the second.
+// These are the words a0 .. a3 of the FP4 mma.m16n8k64. The order of the eight in a word is that of
+// sala_nibble. alpha is an array beside it, padded as the rows are; of a pair, in the pair's order.
+#define SALA_BLOCK4 2304
+#define SALA_BLOCK4_BIAS 2560 // INT4 with groups of 32 and zeros
+SALA_FN int64_t sala_packed4(int32_t n, int32_t k, int32_t rows,
+                             int32_t block) { // byte of the word
+    int32_t lane = (n & 7) * 4 + (k >> 3 & 3);
+    int64_t stage = (int64_t)(k >> 6) * ((rows + 63) >> 6) + (n >> 6);
+    return stage * block + (n >> 4 & 3) * 512 + lane * 16 + (k >> 5 & 1) * 8 + (n >> 3 & 1) * 4;
+}
+
+// Lowest bit of code i (k & 7) in its word.
+SALA_FN int32_t sala_nibble(int32_t i) {
+    return i * 4;
+}
+
+// Byte of the scales of row n in its block: a word. NVFP4: the E4M3 of the four groups of 16 k. INT4:
+// two BF16, the scales of the two groups of 32 k or, where groups are larger, the scale and the bias
+// -(128 + zero). In blocks of SALA_BLOCK4_BIAS the word 256 bytes further has both groups' biases.
+SALA_FN int32_t sala_scale_word(int32_t n) {
+    return 2048 + ((n >> 4 & 3) * 8 + (n & 7)) * 8 + (n >> 3 & 1) * 4;
+}
+
 // Where element (key, column) of a 128 x 128 lightning state lies in GPU memory: slices of 16
 // columns, each what one block works on.
 #define SALA_GLA_COLUMNS 16
@@ -614,6 +674,36 @@ typedef struct sala_pack_args {
     int32_t pair;              // 0: a matrix; 1: gate, 2: up of a pair; -1: row-major, not packed
 } sala_pack_args;
 
+// Row-major 4-bit matrix -> blocks of sala_packed4. Rows first .. first+rows-1 of n, whose codes,
+// scales and zeros begin at the pointers; the last call zeroes the padding.
+typedef struct sala_pack4_args {
+    const uint8_t *codes; // [rows, k/2]
+    const void *scales;   // [rows, k/group]
+    const uint8_t *zeros; // [rows, k/group] or NULL
+    uint8_t *to;
+    int32_t format, group; // of a sala_weight
+    int32_t block;         // SALA_BLOCK4 or SALA_BLOCK4_BIAS
+    int32_t first, rows, n, k;
+    int32_t pair; // 0: a matrix; 1: gate, 2: up of a pair
+} sala_pack4_args;
+
+// Blocks of sala_packed4 -> packed BF16 (see sala_packed), without alpha: the same numbers that a
+// verify product multiplies with.
+typedef struct sala_unpack4_args {
+    const uint8_t *from;
+    uint16_t *to;
+    int32_t format, group, block;
+    int32_t n, k; // rows of the (padded) matrix or pair
+} sala_unpack4_args;
+
+// Synthetic 4-bit weights: the codes and scales that sala__synthetic_fill4 gives the same tensor.
+typedef struct sala_fill4_args {
+    uint8_t *to;
+    uint64_t seed;
+    int32_t format, block, n, k;
+    int32_t pair; // as in sala_pack4_args
+} sala_fill4_args;
+
 // Synthetic weights: the numbers that sala__synthetic_fill gives the same tensor. Element (n, k)
 // has number n * columns + k.
 typedef struct sala_fill_args {
@@ -664,7 +754,9 @@ typedef struct sala_sample_args {
 } sala_sample_args;
 
 // All kernels: X(name, args, threads, unit). The kernel is sala_<name>; a unit is what NVRTC compiles
-// by itself, side by side with the others: 0 what decoding needs, 1 and 2 what prefill does beside.
+// by itself, side by side with the others: 0 what decoding needs, 1 and 2 what prefill does beside; and
+// only for models that have such weights: 3 what is common to 4 bits, 4 products of NVFP4 and 5 of INT4
+// in verify, 6 W4A4 in prefill.
 #define SALA_KERNELS(X)                                                                            \
     X(pack, sala_pack_args, 256, 0)                                                                \
     X(fill, sala_fill_args, 256, 0)                                                                \
@@ -688,6 +780,13 @@ typedef struct sala_sample_args {
     X(prefill_store, sala_store_args, 256, 2)                                                      \
     X(prefill_score, sala_select_args, 256, 2)                                                     \
     X(prefill_dense, sala_attend_args, 128, 2)                                                     \
-    X(prefill_sparse, sala_attend_args, 128, 2)
+    X(prefill_sparse, sala_attend_args, 128, 2)                                                    \
+    X(pack4, sala_pack4_args, 256, 3)                                                              \
+    X(fill4, sala_fill4_args, 256, 3)                                                              \
+    X(unpack4, sala_unpack4_args, 256, 3)                                                          \
+    X(quantize, sala_quantize_args, 256, 3)                                                        \
+    X(gemm_nvfp4, sala_product_args, 128, 4)                                                       \
+    X(gemm_int4, sala_product_args, 128, 5)                                                        \
+    X(prefill_fp4, sala_product_args, 128, 6)
 
 #endif // SALA_KERNELS_H

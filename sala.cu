@@ -3803,4 +3803,65 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     }
     if (sum == 0x12345678u) *a.out = sum; // so that nothing is optimised away
 }
+
+#endif
+#if SALA_HAS(3)
+
+// ---- 20. four bits: pack, fill, unpack, quantize
+
+extern "C" __global__ void __launch_bounds__(256, 4)
+    sala_pack4(const __grid_constant__ sala_pack4_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    (void)a; // TODO part D
+}
+
+extern "C" __global__ void __launch_bounds__(256, 4)
+    sala_fill4(const __grid_constant__ sala_fill4_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    (void)a; // TODO part D
+}
+
+extern "C" __global__ void __launch_bounds__(256, 4)
+    sala_unpack4(const __grid_constant__ sala_unpack4_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    (void)a; // TODO part D
+}
+
+extern "C" __global__ void __launch_bounds__(256, 4)
+    sala_quantize(const __grid_constant__ sala_quantize_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    (void)a; // TODO part D
+}
+
+#endif
+#if SALA_HAS(4)
+extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
+    sala_gemm_nvfp4(const __grid_constant__ sala_product_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    (void)a; // TODO part D: the body of sala_gemm, specialised
+}
+#endif
+#if SALA_HAS(5)
+extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
+    sala_gemm_int4(const __grid_constant__ sala_product_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    (void)a; // TODO part D
+}
+#endif
+#if SALA_HAS(6)
+
+// ---- 21. prefill: products in 4 bits on both sides
+
+extern "C" __global__ void __launch_bounds__(SALA_PREFILL_THREADS, 2)
+    sala_prefill_fp4(const __grid_constant__ sala_product_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    (void)a; // TODO part D
+}
 #endif

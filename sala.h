@@ -141,6 +141,10 @@ typedef struct sala_options {
     int hidden_states; // 1: those events also hold hidden states and selected blocks
     int synthetic;     // 1: `path` is a config.json; weights are made by a hash, no tokenizer
     uint64_t synthetic_seed;
+    const char
+        *weights; // of a synthetic model: "bf16" (default), "nvfp4", "int4": the linear layers;
+                  // "nvfp4-head": those and the head
+    const char *prefill;       // of NVFP4 weights: "auto" (default), "w4a4", "w4a16", see sala_info
     const char *chat_template; // NULL: recognise it from the model's files; "chatml": take that
     sala_hooks hooks;
 } sala_options;
@@ -1738,8 +1742,12 @@ static int sala__item_at(const sala__config *c, sala__weights *w, int index, sal
     return 1;
 }
 
-static int64_t sala__weight_bytes(const sala_weight *w) {
-    return (int64_t)w->n * w->k * (w->format == SALA_F32 ? 4 : 2);
+static int64_t sala__weight_bytes(const sala_weight *w) { // scales, zeros and alpha included
+    int64_t elements = (int64_t)w->n * w->k;
+    if (w->format != SALA_NVFP4 && w->format != SALA_INT4)
+        return elements * (w->format == SALA_F32 ? 4 : 2);
+    int64_t groups = elements / w->group, bytes = elements / 2 + (w->alpha ? 4 * w->n : 0);
+    return bytes + groups * (w->format == SALA_INT4 ? 2 : 1) + (w->zero ? groups : 0);
 }
 
 static void sala__weights_free(const sala__env *env, sala__weights *w) {
@@ -3279,6 +3287,8 @@ static const sala__setting sala__option_table[] = {
     {"hidden-states", SALA__SET_FLAG, 0, SALA__OPTION(hidden_states), 0, 1, NULL},
     {"synthetic", SALA__SET_FLAG, 0, SALA__OPTION(synthetic), 0, 1, NULL},
     {"synthetic-seed", SALA__SET_SEED, 0, SALA__OPTION(synthetic_seed), 0, 0, NULL},
+    {"weights", SALA__SET_WORD, 0, SALA__OPTION(weights), 0, 0, "bf16 nvfp4 int4 nvfp4-head"},
+    {"prefill", SALA__SET_WORD, 0, SALA__OPTION(prefill), 0, 0, "auto w4a4 w4a16"},
     {"template", SALA__SET_WORD, 0, SALA__OPTION(chat_template), 0, 0, "chatml"},
 };
 
@@ -4390,6 +4400,42 @@ static SALA__UNUSED float sala__dot_reference(const float *x, const float *w, in
     return sum;
 }
 
+// 4-bit weights are widened first, exactly: the same sums of w without alpha, which multiplies the
+// result in FP32.
+
+static const float sala__e2m1[16] = {0,     0.5f,  1,  1.5f,  2,  3,  4,  6,
+                                     -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+
+// 16 weights of row n from column k on, both in the same group, without alpha. k: a multiple of 16.
+static inline void sala__load_weight4(const sala_weight *w, int n, int k, float out[16]) {
+    const uint8_t *codes = (const uint8_t *)w->data + ((size_t)n * (size_t)w->k + (size_t)k) / 2;
+    size_t group = (size_t)n * (size_t)(w->k / w->group) + (size_t)(k / w->group);
+    if (w->format == SALA_NVFP4) {
+        float scale = sala_e4m3_f32(((const uint8_t *)w->scale)[group]);
+#if defined(__AVX512F__)
+        __m512i bits = _mm512_cvtepu8_epi32(
+            _mm_unpacklo_epi8(_mm_loadl_epi64((const __m128i *)codes),
+                              _mm_srli_epi16(_mm_loadl_epi64((const __m128i *)codes), 4)));
+        __m512 table = _mm512_loadu_ps(sala__e2m1);
+        _mm512_storeu_ps(out,
+                         _mm512_mul_ps(_mm512_permutexvar_ps(bits, table), _mm512_set1_ps(scale)));
+#else
+        for (int i = 0; i < 16; i++) out[i] = sala__e2m1[codes[i / 2] >> i % 2 * 4 & 15] * scale;
+#endif
+        return;
+    }
+    float scale = sala_bf16_f32(((const uint16_t *)w->scale)[group]);
+    int zero = w->zero ? w->zero[group] : 8;
+    for (int i = 0; i < 16; i++) {
+        int code = codes[i / 2] >> i % 2 * 4 & 15;
+        out[i] = sala_bf16_f32(sala_f32_bf16((float)(code - zero) * scale));
+    }
+}
+
+static inline int sala__is_4bit(int32_t format) {
+    return format == SALA_NVFP4 || format == SALA_INT4;
+}
+
 // How it is made fast. An item is a block of rows and a panel of weight rows. Its part of x is
 // widened to FP32 in the thread's scratch. Prefill goes through tiles: 4 weight rows and a few rows
 // of x, whose sums stay in registers while the tile walks through one partial sum; both sides are
@@ -4575,6 +4621,15 @@ SALA__INLINE void sala__gemm_pack(const sala__tile_weights *w, int32_t format, i
     }
 }
 
+// The same for 4-bit weights.
+static void sala__gemm_pack4(const sala__gemm_part *p, int n, int from, int depth, float *to) {
+    for (int i = 0; i < depth; i += 16)
+        for (int c = 0; c < 4; c++, to += 16) {
+            int row = p->col + n + c < p->w->n ? p->col + n + c : p->w->n - 1;
+            sala__load_weight4(p->w, row, from + i, to);
+        }
+}
+
 // Add one block of columns, for all weight rows of the part.
 static void sala__gemm_columns(const sala__gemm_part *p, int from, int depth, const float *x) {
     int format = p->w->format, direct = format == SALA_BF16 && p->rows <= SALA__GEMM_DIRECT;
@@ -4583,6 +4638,11 @@ static void sala__gemm_columns(const sala__gemm_part *p, int from, int depth, co
         float *sums = p->sums + n / 4 * p->tiles * SALA__TILE * 4;
         sala__tile_weights w;
         w.packed = p->weights;
+        if (sala__is_4bit(format)) {
+            sala__gemm_pack4(p, n, from, depth, p->weights);
+            sala__gemm_tiles(p, 0, x, &w, depth / 16, sums);
+            continue;
+        }
         for (int c = 0; c < 4; c++) {
             w.row[c] = sala__weight_at(p->w, p->col + n + c, from);
             // + 63: where rows do not start with a cache line, the first line is there already,
@@ -4633,11 +4693,17 @@ SALA__INLINE void sala__row_add(int rows, int32_t format, const float *x, const 
 SALA__INLINE void sala__gemm_along(const sala__gemm_part *p, int rows, int32_t format) {
     int k = p->w->k;
     for (int n = 0; n < p->cols; n++) {
-        const char *w = sala__weight_at(p->w, p->col + n, 0);
         float *sums = p->sums + n / 4 * SALA__TILE * 4 + n % 4;
         for (int from = 0; from < k; from += SALA_GEMM_K) {
             int depth = k - from < SALA_GEMM_K ? k - from : SALA_GEMM_K;
-            const char *at = w + from * sala__weight_size(format);
+            if (sala__is_4bit(format)) {
+                for (int i = 0; i < depth; i += 16)
+                    sala__load_weight4(p->w, p->col + n, from + i, p->weights + i);
+                const char *at = (const char *)p->weights;
+                sala__row_add(rows, SALA_F32, p->x + from * rows, at, depth / 16, sums);
+                continue;
+            }
+            const char *at = sala__weight_at(p->w, p->col + n, from);
             sala__row_add(rows, format, p->x + from * rows, at, depth / 16, sums);
         }
     }
@@ -4664,6 +4730,7 @@ static void sala__gemm_finish(const sala_gemm_args *a, const sala__gemm_part *p)
                 memcpy(value + i, p->sums + (tile * SALA__TILE + r % SALA__TILE) * 4,
                        4 * sizeof(float));
             }
+            for (int i = 0; i < count && p->w->alpha; i++) value[i] *= p->w->alpha[p->col + c + i];
             if (a->y_f32 && which == 0) {
                 memcpy(a->y_f32 + to, value, (size_t)count * sizeof(float));
             } else {
@@ -4705,6 +4772,7 @@ static void sala__gemm_item(void *context, int64_t item, int thread) {
     if (job->narrow && p.w->format == SALA_BF16) sala__gemm_narrow(&p, SALA_BF16);
     if (job->narrow && p.w->format == SALA_F16) sala__gemm_narrow(&p, SALA_F16);
     if (job->narrow && p.w->format == SALA_F32) sala__gemm_narrow(&p, SALA_F32);
+    if (job->narrow && sala__is_4bit(p.w->format)) sala__gemm_narrow(&p, p.w->format);
     sala__gemm_finish(a, &p);
 }
 
@@ -5619,8 +5687,13 @@ static void sala__op_attend(sala__cpu *cpu, const sala_attend_args *a) {
     const sala_dims *m = a->dims;
     sala__attend_job job = {cpu, a};
     sala__parallel(cpu, sala__tile_count(a->rows, m->kv_heads), sala__op_attend_tile, &job);
-    sala_gate_args gate = {
-        a->rows->count, m->heads * m->head_dim, m->eps, {NULL, 0, 0, 0}, a->gate, a->o, a->o};
+    sala_gate_args gate = {a->rows->count,
+                           m->heads * m->head_dim,
+                           m->eps,
+                           sala_plain_weight(NULL, 0, 0, 0),
+                           a->gate,
+                           a->o,
+                           a->o};
     if (a->gate) sala__op_gate(cpu, &gate);
 }
 
@@ -5651,6 +5724,10 @@ static void sala__op_gemm_swiglu(sala__cpu *cpu, const sala_gemm_swiglu_args *a)
     gemm.y[1] = a->scratch;
     sala__op_gemm(cpu, &gemm);
     sala__parallel(cpu, a->rows, sala__swiglu_row, (void *)(uintptr_t)a);
+}
+
+static void sala__op_quantize(sala__cpu *cpu, const sala_quantize_args *a) {
+    (void)cpu, (void)a; // TODO part D
 }
 
 static void sala__op_gemm_norm(sala__cpu *cpu, const sala_gemm_norm_args *a) {
@@ -6951,6 +7028,7 @@ static void sala__run_gpu(sala__gpu *g, int operation, const void *args) {
         sala__launch_store_prefill(g, (const sala_store_args *)args);
         break;
     case SALA__OP_gate: sala__launch_gate(g, (const sala_gate_args *)args); break;
+    case SALA__OP_quantize: break; // TODO part D
     case SALA__OP_select:
         if (g->prefill)
             sala__launch_select_prefill(g, (const sala_select_args *)args);
@@ -7016,13 +7094,13 @@ static void sala__gpu_dims_option(const sala_dims *m, char out[1024]) {
                       i + 1 < float_count ? "," : "");
 }
 
-#define SALA__GPU_UNITS 3
+#define SALA__GPU_UNITS 7
 
 static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) { // inside enter
     char dims_option[1024];
     const char *options[] = {dims_option, "-DSALA_TRACE"};
     const int trace = getenv("SALA_TRACE") != NULL; // see tools/bench_gpu.c: one unit holds all
-    if (!g->units) g->units = (1u << SALA__GPU_UNITS) - 1;
+    if (!g->units) g->units = 7; // TODO part D: 3 to 6 where the model has 4-bit weights
     g->dims = dims;
     g->multiprocessors = g->cuda.multiprocessors;
     g->early = 1;
@@ -8463,11 +8541,38 @@ static void sala__head(sala *s, const sala__pass *p, const sala_weight *weight) 
     }
 }
 
+// One layer for all rows: y, the normed input, is there; leaves y normed for whoever reads x next. Of
+// its kind it is the index-th layer.
+static void sala__run_layer(sala *s, sala__pass *p, int l, int index) {
+    const sala_dims *m = &s->config.dims;
+    const sala__weights *weights = s->on_gpu ? &s->gpu_weights : &s->weights;
+    const sala__layer *w = &weights->layers[l];
+    int last = l == m->layers - 1, rows = p->bucket;
+    if (w->sparse)
+        sala__sparse_layer(s, p, w, index);
+    else
+        sala__lightning_layer(s, p, w, index);
+    sala__to_residual(s, rows, w->sparse ? s->o : s->q, &w->o, &w->post_norm, 1);
+    sala_gemm_swiglu_args mlp;
+    memset(&mlp, 0, sizeof mlp);
+    mlp.rows = rows;
+    mlp.x = s->y;
+    mlp.gate = w->mlp_gate;
+    mlp.up = w->mlp_up;
+    mlp.y = s->ffn_gate;
+    mlp.scratch = s->ffn_up;
+    sala__op(s, SALA__OP_gemm_swiglu, &mlp);
+    sala__to_residual(s, rows, s->ffn_gate, &w->mlp_down,
+                      last ? &weights->final_norm : &w[1].input_norm,
+                      last && !p->hidden ? m->logit_divisor : 1);
+    sala__show_hidden(s, p, l + 1, s->x);
+}
+
 // All layers for all rows. Every token's path through the model is this function.
 static void sala__forward(sala *s, sala__pass *p) {
     const sala_dims *m = &s->config.dims;
     const sala__weights *weights = s->on_gpu ? &s->gpu_weights : &s->weights;
-    int sparse = 0, lightning = 0, rows = p->bucket;
+    int of_kind[2] = {0, 0}; // lightning, sparse
     sala_embed_args embed = {m, p->on_device, weights->embed, s->x};
     sala__op(s, SALA__OP_embed, &embed);
     sala__show_hidden(s, p, 0, s->x);
@@ -8480,23 +8585,10 @@ static void sala__forward(sala *s, sala__pass *p) {
         sala__op(s, SALA__OP_rope_table, &rope);
     }
     sala_norm_args norm;
-    sala__norm_args(s, rows, &weights->layers[0].input_norm, 1, &norm);
+    sala__norm_args(s, p->bucket, &weights->layers[0].input_norm, 1, &norm);
     sala__op(s, SALA__OP_norm, &norm);
-    for (int l = 0; l < m->layers; l++) {
-        const sala__layer *w = &weights->layers[l];
-        int last = l == m->layers - 1;
-        if (w->sparse)
-            sala__sparse_layer(s, p, w, sparse++);
-        else
-            sala__lightning_layer(s, p, w, lightning++);
-        sala__to_residual(s, rows, w->sparse ? s->o : s->q, &w->o, &w->post_norm, 1);
-        sala_gemm_swiglu_args mlp = {rows, s->y, w->mlp_gate, w->mlp_up, s->ffn_gate, s->ffn_up};
-        sala__op(s, SALA__OP_gemm_swiglu, &mlp);
-        sala__to_residual(s, rows, s->ffn_gate, &w->mlp_down,
-                          last ? &weights->final_norm : &w[1].input_norm,
-                          last && !p->hidden ? m->logit_divisor : 1);
-        sala__show_hidden(s, p, l + 1, s->x);
-    }
+    for (int l = 0; l < m->layers; l++)
+        sala__run_layer(s, p, l, of_kind[weights->layers[l].sparse]++);
     if (p->hidden) { // the final norm as it is, then once more with the division that the head wants
         sala__show_hidden(s, p, m->layers + 1, s->y);
         norm.weight = weights->final_norm;

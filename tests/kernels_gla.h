@@ -149,7 +149,7 @@ static void gla_pass_add(gla_pass *p, int nodes, int shape, int pending) {
 }
 
 static sala_weight gla_vector(const void *data, int n) {
-    sala_weight w = {data, SALA_BF16, n, 1};
+    sala_weight w = sala_plain_weight(data, SALA_BF16, n, 1);
     return w;
 }
 
@@ -503,7 +503,8 @@ static void gla_check_embed(const sala_dims *m) {
     sala_seq seq;
     memset(&seq, 0, sizeof seq);
     sala_rows rows = {ROWS, 1, 1, &seq, token, position, of, NULL};
-    sala_embed_args a = {m, &rows, {table, SALA_BF16, m->vocab, m->hidden}, x}, d = a;
+    sala_embed_args a = {m, &rows, sala_plain_weight(table, SALA_BF16, m->vocab, m->hidden), x},
+                    d = a;
     d.rows = gla_device_rows(ROWS, 1, &seq, position, NULL, of, token);
     d.table.data = on_device(packed, packed_rows * hidden * 2);
     d.x = (sala_act *)on_device(x, (ROWS + 1) * hidden * 2);

@@ -81,7 +81,7 @@ static void tiles_free(tiles *p) {
 }
 
 static sala_weight tiles_vector(const void *data) {
-    sala_weight w = {data, SALA_BF16, 128, 1};
+    sala_weight w = sala_plain_weight(data, SALA_BF16, 128, 1);
     return w;
 }
 
