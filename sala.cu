@@ -3038,6 +3038,7 @@ SALA_DEVICE void sala_dense_store(const sala_attend_args *a, const sala_dense *d
                                   sala_running run[2], sala_act *kept) {
     int lane = (int)threadIdx.x & 31, piece = lane & 15,
         row = d->first + (int)threadIdx.x / 32 * 32;
+    __syncwarp(); // the queries were read
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         float inverse = 1.0f / sala_quad_sum(run[i / 2].sum[i % 2]);
