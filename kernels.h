@@ -244,6 +244,7 @@ typedef struct sala_weight {
     // What only 4-bit weights have.
     const void *scale;   // NVFP4: [n, k/16] E4M3; INT4: [n, k/group] BF16; GPU: inside data
     const uint8_t *zero; // INT4: [n, k/group] the code that means 0, at most 16; NULL: 8
+                         // GPU: not NULL says that blocks are of SALA_BLOCK4_BIAS bytes
     const float *alpha;  // 4 bits: [n] a factor of each output row; NULL: 1
     float input_scale;   // NVFP4: x may be quantised in units of this (nvfp4.md 8); 0: it may not
     int32_t group;       // k that share a scale: NVFP4 16; INT4 a multiple of 32
@@ -564,6 +565,20 @@ SALA_FN uint16_t sala_synthetic(uint64_t hash, uint64_t element, float scale, fl
     return sala_f32_bf16(offset + scale * u);
 }
 
+// The same in 4 bits: the codes of 16 consecutive k of a row (`element`: a multiple of 16), k 0 lowest,
+// and the scale of a group that begins there: E4M3 of 64 .. 240, or BF16 of 1 .. 2. INT4 is
+// symmetric: no code 0.
+SALA_FN uint64_t sala_synthetic_codes(uint64_t seed, uint64_t element, int32_t format) {
+    uint64_t hash = sala_synthetic_hash(seed, element / 4), any = hash | hash >> 1;
+    any = (any | any >> 2) & 0x1111111111111111u; // of a code: is a bit set?
+    return format == SALA_INT4 ? hash | (any ^ 0x1111111111111111u) << 3 : hash;
+}
+
+SALA_FN uint16_t sala_synthetic_scale(uint64_t seed, uint64_t element, int32_t format) {
+    uint64_t hash = sala_mix64(sala_synthetic_hash(seed, element / 4));
+    return (uint16_t)(format == SALA_INT4 ? 0x3F80u | (hash & 0x7Fu) : 0x68u | (hash & 0xFu));
+}
+
 // ---- GPU only ----
 
 // How a matrix [n, k] lies in GPU memory: tiles of 64 rows x 64 k, 8 KiB each, all tiles of the
@@ -602,6 +617,24 @@ SALA_FN int64_t sala_packed4(int32_t n, int32_t k, int32_t rows,
 // Lowest bit of code i (k & 7) in its word.
 SALA_FN int32_t sala_nibble(int32_t i) {
     return i * 4;
+}
+
+// Eight codes in this order from their order in a file (code i in bits 4i .. 4i+3), and back.
+SALA_FN uint32_t sala_nibbles_in(uint32_t codes) {
+    uint32_t word = 0;
+    for (int32_t i = 0; i < 8; i++) word |= (codes >> i * 4 & 15u) << sala_nibble(i);
+    return word;
+}
+
+SALA_FN uint32_t sala_nibbles_out(uint32_t word) {
+    uint32_t codes = 0;
+    for (int32_t i = 0; i < 8; i++) codes |= (word >> sala_nibble(i) & 15u) << i * 4;
+    return codes;
+}
+
+// Bytes of a block; the codes of a group of `zeros` are not all 8.
+SALA_FN int32_t sala_block4(int32_t format, int32_t group, int32_t zeros) {
+    return format == SALA_INT4 && group == 32 && zeros ? SALA_BLOCK4_BIAS : SALA_BLOCK4;
 }
 
 // Byte of the scales of row n in its block: a word. NVFP4: the E4M3 of the four groups of 16 k. INT4:
@@ -674,8 +707,8 @@ typedef struct sala_pack_args {
     int32_t pair;              // 0: a matrix; 1: gate, 2: up of a pair; -1: row-major, not packed
 } sala_pack_args;
 
-// Row-major 4-bit matrix -> blocks of sala_packed4. Rows first .. first+rows-1 of n, whose codes,
-// scales and zeros begin at the pointers; the last call zeroes the padding.
+// Row-major 4-bit matrix -> blocks of sala_packed4. Rows first (a multiple of 16) .. first+rows-1 of n,
+// whose codes, scales and zeros begin at the pointers; the last call zeroes the padding.
 typedef struct sala_pack4_args {
     const uint8_t *codes; // [rows, k/2]
     const void *scales;   // [rows, k/group]
@@ -700,7 +733,8 @@ typedef struct sala_unpack4_args {
 typedef struct sala_fill4_args {
     uint8_t *to;
     uint64_t seed;
-    int32_t format, block, n, k;
+    int32_t format, group, block; // of a sala_weight whose zero is NULL
+    int32_t n, k;
     int32_t pair; // as in sala_pack4_args
 } sala_fill4_args;
 

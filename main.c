@@ -584,6 +584,7 @@ static int info_rows(const sala_info *i, info_row *rows) {
         {"kv_bytes", "K/V cache", INFO_BYTES, i->kv_bytes},
         {"state_bytes", "lightning states", INFO_BYTES, i->state_bytes},
         {"pending_bytes", "pending paths", INFO_BYTES, i->pending_bytes},
+        {"unpack_bytes", "4-bit weights, unpacked", INFO_BYTES, i->unpack_bytes},
         {"scratch_bytes", "scratch", INFO_BYTES, i->scratch_bytes},
         {"total_bytes", "total", INFO_BYTES, i->total_bytes},
         {NULL, "Scale", INFO_GROUP, 0},
@@ -604,6 +605,7 @@ static void info_print(const sala_info *i, const char *path) {
     printf("%-28s %s\n", "path", path);
     printf("%-28s %s\n", "device", i->device);
     if (i->weight_format) printf("%-28s %s\n", "weight format", i->weight_format);
+    printf("%-28s %s\n", "prefill", i->prefill);
     if (i->chat_template) printf("%-28s %s\n", "chat template", i->chat_template);
     printf("%-28s %.2f\n", "bits per weight", i->bits_per_weight);
     for (int k = 0; i->eos && k < i->eos_count; k++)
@@ -632,6 +634,7 @@ static void info_json(const sala_info *i, const char *path) {
     info_json_word("path", path);
     info_json_word("device", i->device);
     info_json_word("weight_format", i->weight_format);
+    info_json_word("prefill", i->prefill);
     info_json_word("chat_template", i->chat_template);
     for (int r = 0; r < n; r++)
         if (rows[r].key) printf("\"%s\": %lld, ", rows[r].key, (long long)rows[r].value);

@@ -203,6 +203,10 @@ SALA_DEVICE float sala_block_sum(float x, float *partial) {
     return sum;
 }
 
+SALA_DEVICE int32_t sala_round_up(int32_t n, int32_t to) {
+    return (n + to - 1) / to * to;
+}
+
 SALA_DEVICE float sala_sigmoid(float x) {
     return 1.0f / (1.0f + expf(-x));
 }
@@ -2104,6 +2108,16 @@ SALA_DEVICE int64_t sala_prefill_place(const sala_product_args *a, const sala_pr
     return exists ? (int64_t)token * n + column : -1;
 }
 
+// alpha of the lane's row in the warp's `eight`-th eight weight rows.
+SALA_DEVICE float sala_prefill_alpha(const sala_product_args *a, const sala_prefill_tile *at,
+                                     int tall, int eight) {
+    int warp = (int)threadIdx.x >> 5, lane = (int)threadIdx.x & 31;
+    int row = at->row + (warp & 1) * tall * 16 + eight * 8 + (lane >> 2);
+    const sala_weight *w = &a->gemm.w[at->weight];
+    bool exists = row < w->n << (a->kind == SALA_PRODUCT_SWIGLU);
+    return w->alpha && exists ? w->alpha[row] : 1.0f;
+}
+
 // The results of a warp, rounded, pass through shared memory of its own, where after a last barrier
 // nobody reads ahead any more: blocks of 8 x 8, a row of x across, rotated for the banks;
 // ldmatrix turns four of them and gives each lane eight columns of a row of x. With gate and up the
@@ -2121,11 +2135,14 @@ SALA_DEVICE void sala_prefill_store(const sala_product_args *a, const sala_prefi
         if (place >= 0) sala_copy16(old + i * 512, a->norm.x + place);
     }
     sala_copy_commit();
+    float alpha = 1;
 #pragma unroll
     for (int i = 0; i < 2 * tall * wide; i++) {
         const float *d = &m->sum[i / wide / 2][i % wide][i / wide % 2 * 2];
         int turned = ((lane >> 2) + i / wide * 2) & 7;
-        *(uint32_t *)(own + i * 128 + turned * 16 + (lane & 3) * 4) = sala_pair(d[0], d[1]);
+        if (i % wide == 0) alpha = sala_prefill_alpha(a, at, tall, i / wide);
+        *(uint32_t *)(own + i * 128 + turned * 16 + (lane & 3) * 4) =
+            sala_pair(d[0] * alpha, d[1] * alpha);
     }
     SALA_COPY_WAIT(0);
 #pragma unroll 1
@@ -3630,10 +3647,6 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
 
 // ---- 19. pack, fill: weights on their way into GPU memory
 
-SALA_DEVICE int32_t sala_round_up(int32_t n, int32_t to) {
-    return (n + to - 1) / to * to;
-}
-
 // One lane's share of a packed row tile and a run of 32 k (see sala_packed): k 8c .. 8c+7 of rows g
 // (`low`) and g + 8 (`high`), of which one may belong to another call.
 SALA_DEVICE void sala_store_packed(uint16_t *to, int32_t tile, int32_t run, int32_t lane,
@@ -3810,25 +3823,178 @@ extern "C" __global__ void __launch_bounds__(256, 4)
 
 // ---- 20. four bits: pack, fill, unpack, quantize
 
+// What a warp of sala_pack4 and sala_fill4 takes: 16 rows of the matrix (of a pair: eight of its own)
+// and 64 k; a lane the codes of k 8c .. 8c+7 of both runs of 32, in rows g and g + 8.
+typedef struct sala_row4 {
+    uint32_t codes[2];    // of the two runs, as in a file
+    uint32_t scale, bias; // see sala_scale_word; lanes with c = 0 store them
+} sala_row4;
+
+SALA_DEVICE uint32_t sala_bias4(uint32_t zero) { // BF16 of -(128 + zero)
+    return 0xC300u | zero;
+}
+
+SALA_DEVICE sala_row4 sala_pad4(int32_t format, int32_t group) { // 64 numbers 0
+    sala_row4 r = {{0, 0}, 0, 0};
+    if (format != SALA_INT4) return r;
+    r.codes[0] = r.codes[1] = 0x88888888u;
+    r.scale = group > 32 ? sala_bias4(8) << 16 : 0;
+    r.bias = sala_bias4(8) * 0x10001u;
+    return r;
+}
+
+// 64 k from k on of the call's row `row`.
+SALA_DEVICE sala_row4 sala_load_row4(const sala_pack4_args *a, int32_t row, int32_t k) {
+    sala_row4 r = {};
+    const uint8_t *codes = a->codes + ((int64_t)row * a->k + k) / 2 + (threadIdx.x & 3) * 4;
+    int64_t group = (int64_t)row * (a->k / a->group) + k / a->group;
+    r.codes[0] = *(const uint32_t *)codes;
+    r.codes[1] = *(const uint32_t *)(codes + 16);
+    if (a->format == SALA_NVFP4) {
+        r.scale = *(const uint32_t *)((const uint8_t *)a->scales + group);
+        return r;
+    }
+    const uint16_t *scales = (const uint16_t *)a->scales + group;
+    uint32_t first = sala_bias4(a->zeros ? a->zeros[group] : 8), second = first;
+    if (a->group == 32 && a->zeros) second = sala_bias4(a->zeros[group + 1]);
+    r.scale = scales[0] | (a->group == 32 ? (uint32_t)scales[1] : first) << 16;
+    r.bias = first | second << 16;
+    return r;
+}
+
+SALA_DEVICE sala_row4 sala_fill_row4(const sala_fill4_args *a, int32_t row, int32_t k) {
+    sala_row4 r = {};
+    uint64_t element = (uint64_t)row * (uint64_t)a->k + (uint64_t)k;
+    int32_t c = (int)threadIdx.x & 3, stride = a->format == SALA_NVFP4 ? 16 : 32;
+    for (int run = 0; run < 2; run++)
+        r.codes[run] = (uint32_t)(sala_synthetic_codes(a->seed, element + run * 32 + (c >> 1) * 16,
+                                                       a->format) >>
+                                  (c & 1) * 32);
+    if (c) return r;
+    if (a->group > 32) {
+        element -= (uint64_t)(k % a->group);
+        r.scale = sala_synthetic_scale(a->seed, element, a->format) | sala_bias4(8) << 16;
+        return r;
+    }
+    for (int i = 0; i < 64 / stride; i++)
+        r.scale |= (uint32_t)sala_synthetic_scale(a->seed, element + i * stride, a->format)
+                   << i * (stride / 2);
+    return r;
+}
+
+SALA_DEVICE void sala_store_row4(uint8_t *block, int32_t bytes, int32_t row, sala_row4 r) {
+    int32_t c = (int)threadIdx.x & 3;
+    uint32_t *codes = (uint32_t *)(block + sala_packed4(row & 63, c * 8, 64, 0));
+    codes[0] = sala_nibbles_in(r.codes[0]);
+    codes[2] = sala_nibbles_in(r.codes[1]);
+    if (c) return;
+    uint32_t *scale = (uint32_t *)(block + sala_scale_word(row & 63));
+    scale[0] = r.scale;
+    if (bytes == SALA_BLOCK4_BIAS) scale[64] = r.bias;
+}
+
+// The rows of one warp. `pack` or `fill`, the other is NULL.
+SALA_DEVICE void sala_place4(const sala_pack4_args *pack, const sala_fill4_args *fill, uint8_t *to,
+                             int32_t first, int32_t rows, int32_t n, int32_t k, int32_t pair,
+                             int32_t format, int32_t group, int32_t bytes) {
+    int32_t warp = (int)(blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5)), stages = k >> 6;
+    int32_t stage = warp % stages, end = first + rows, each = pair ? 8 : 16;
+    int32_t padded = end == n ? sala_round_up(n, SALA_GEMM_ROWS / (pair ? 2 : 1)) : end;
+    int32_t tiles = sala_round_up(pair ? 2 * n : n, SALA_GEMM_ROWS) / SALA_GEMM_ROWS;
+    for (int half = 0; half < (pair ? 1 : 2); half++) {
+        int32_t row = first + warp / stages * each + half * 8 + (((int)threadIdx.x & 31) >> 2);
+        int32_t there = pair ? sala_packed_pair(row, pair - 1) : row;
+        if (row >= padded) continue;
+        sala_row4 r = row >= end ? sala_pad4(format, group)
+                      : pack     ? sala_load_row4(pack, row - first, stage * 64)
+                                 : sala_fill_row4(fill, row, stage * 64);
+        sala_store_row4(to + ((int64_t)stage * tiles + (there >> 6)) * bytes, bytes, there, r);
+    }
+}
+
+// Rows of a 4-bit matrix as in the file -> blocks of sala_packed4. Grid: row tiles of 16 (of a pair:
+// eight rows) * k / 64 warps. Reads and writes n * k / 2 bytes and scales. C twin: sala_packed4.
 extern "C" __global__ void __launch_bounds__(256, 4)
     sala_pack4(const __grid_constant__ sala_pack4_args a) {
     sala_launch_next();
     sala_wait_grid();
-    (void)a; // TODO part D
+    sala_place4(&a, nullptr, a.to, a.first, a.rows, a.n, a.k, a.pair, a.format, a.group, a.block);
 }
 
+// Synthetic 4-bit weights, placed as pack4 does. Grid: the same. Writes n * k / 2 bytes and scales.
+// C twin: sala__synthetic_fill4.
 extern "C" __global__ void __launch_bounds__(256, 4)
     sala_fill4(const __grid_constant__ sala_fill4_args a) {
     sala_launch_next();
     sala_wait_grid();
-    (void)a; // TODO part D
+    sala_place4(nullptr, &a, a.to, 0, a.n, a.n, a.k, a.pair, a.format, a.group, a.block);
 }
 
+// Eight numbers as pairs of BF16, exactly, from their codes and the scale (and bias) of both halves.
+// A product is exact or rounded once; adding -0 keeps the sign of a zero.
+SALA_DEVICE void sala_widen4(int32_t format, uint32_t word, uint32_t scale, uint32_t bias,
+                             uint32_t out[4]) {
+    uint32_t codes = sala_nibbles_out(word);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        uint32_t pair = (codes >> i * 8 & 0xFu) | (codes >> i * 8 & 0xF0u) << 12;
+        if (format == SALA_NVFP4) // E2M1 read as BF16 is 2^-126 of it
+            pair = sala_fma2((pair & 0x00080008u) << 12 | (pair & 0x00070007u) << 6, 0x7E807E80u,
+                             0x80008000u);
+        else // 128 + code, minus 128 + zero
+            pair = sala_fma2(pair | 0x43004300u, 0x3F803F80u, bias);
+        out[i] = sala_fma2(pair, scale, 0x80008000u);
+    }
+}
+
+// The scale (twice) and bias of a lane's eight k in a run of 32, from the words of its row.
+SALA_DEVICE void sala_scales4(const sala_unpack4_args *a, uint32_t word, uint32_t biases, int run,
+                              uint32_t *scale, uint32_t *bias) {
+    if (a->format == SALA_NVFP4) { // E4M3 read as BF16 is 2^-120 of it
+        uint32_t byte = word >> (run * 16 + ((int)threadIdx.x & 2) * 4) & 0xFFu;
+        *scale = sala_fma2(byte * 0x100010u, 0x7B807B80u, 0x80008000u);
+        *bias = 0;
+        return;
+    }
+    bool large = a->group > 32;
+    *scale = (word >> (large ? 0 : run * 16) & 0xFFFFu) * 0x10001u;
+    *bias = ((large ? word >> 16 : biases >> run * 16) & 0xFFFFu) * 0x10001u;
+}
+
+// Blocks of sala_packed4 -> packed BF16 without alpha, for a prefill's product. A warp: a block of 64
+// rows x 64 k. Grid: all blocks / 8. Reads 0.56 bytes a weight, writes 2. C twin: sala__load_weight4.
 extern "C" __global__ void __launch_bounds__(256, 4)
     sala_unpack4(const __grid_constant__ sala_unpack4_args a) {
     sala_launch_next();
     sala_wait_grid();
-    (void)a; // TODO part D
+    int64_t blocks = (int64_t)((a.n + 63) >> 6) * (a.k >> 6);
+    int64_t at = (int64_t)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
+    int lane = (int)threadIdx.x & 31;
+    if (at >= blocks) return;
+    const uint8_t *from = a.from + at * a.block;
+    uint4 *to = (uint4 *)(a.to + at * 4096) + lane;
+    uint4 codes[4];
+    uint2 scale[4], bias[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint2 *words = (const uint2 *)(from + sala_scale_word(i * 16 + (lane >> 2)));
+        codes[i] = sala_load_once(from + i * 512 + lane * 16);
+        scale[i] = words[0];
+        bias[i] = a.block == SALA_BLOCK4_BIAS ? words[32] : make_uint2(0xC308C308u, 0xC308C308u);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        int run = i & 1;
+        const uint4 v = codes[i / 2];
+        const uint2 s = scale[i / 2], b = bias[i / 2];
+        uint32_t low[4], high[4], times, plus;
+        sala_scales4(&a, s.x, b.x, run, &times, &plus);
+        sala_widen4(a.format, run ? v.z : v.x, times, plus, low);
+        sala_scales4(&a, s.y, b.y, run, &times, &plus);
+        sala_widen4(a.format, run ? v.w : v.y, times, plus, high);
+        to[i * 64] = make_uint4(low[0], high[0], low[1], high[1]);
+        to[i * 64 + 32] = make_uint4(low[2], high[2], low[3], high[3]);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4)

@@ -144,7 +144,9 @@ typedef struct sala_options {
     const char
         *weights; // of a synthetic model: "bf16" (default), "nvfp4", "int4": the linear layers;
                   // "nvfp4-head": those and the head
-    const char *prefill;       // of NVFP4 weights: "auto" (default), "w4a4", "w4a16", see sala_info
+    const char *prefill;       // of NVFP4 weights, see sala_info: "auto" (default: W4A4 where the
+                               // device has FP4 tensor cores and all weights input scales), "w4a4"
+                               // (elsewhere an exact emulation, slow), "w4a16"
     const char *chat_template; // NULL: recognise it from the model's files; "chatml": take that
     sala_hooks hooks;
 } sala_options;
@@ -329,6 +331,8 @@ typedef struct sala_info {
     char device[320];          // "CPU, 2 threads, AVX-512", "cuda:0, NVIDIA H200, ..."
     const char *path;          // as opened
     const char *weight_format; // "BF16"
+    char prefill[24]; // its linear layers: "BF16"; of 4-bit weights "W4A16" (activations in
+                      // BF16, as in decoding) or "W4A4"; "W4A4, emulated"
     const char *chat_template; // "chatml" or "none"
     int vocab, hidden, layers, sparse_layers, lightning_layers, heads, kv_heads, head_dim;
     int lightning_heads, lightning_kv_heads, lightning_head_dim, intermediate;
@@ -344,6 +348,7 @@ typedef struct sala_info {
     int64_t kv_bytes;      // pages of K, V and both compressed tiers
     int64_t state_bytes;   // lightning states
     int64_t pending_bytes; // k, v of accepted tokens not yet folded into the states
+    int64_t unpack_bytes;  // GPU: the 4-bit weights of one product of a W4A16 prefill, in BF16
     int64_t scratch_bytes; // activations of one pass, scores, logits
     int64_t total_bytes;
     int64_t kv_bytes_per_token, state_bytes_per_sequence;
@@ -1655,6 +1660,7 @@ typedef struct sala__weights {
     int64_t parameters, bytes;
     int64_t decode_bytes; // of the linear layers and the head: read for each token
     void *owned;          // synthetic data or NULL
+    float *alphas;        // of synthetic 4-bit weights, or NULL
 } sala__weights;
 
 // One tensor that the model needs.
@@ -1742,10 +1748,13 @@ static int sala__item_at(const sala__config *c, sala__weights *w, int index, sal
     return 1;
 }
 
+static inline int sala__is_4bit(int32_t format) {
+    return format == SALA_NVFP4 || format == SALA_INT4;
+}
+
 static int64_t sala__weight_bytes(const sala_weight *w) { // scales, zeros and alpha included
     int64_t elements = (int64_t)w->n * w->k;
-    if (w->format != SALA_NVFP4 && w->format != SALA_INT4)
-        return elements * (w->format == SALA_F32 ? 4 : 2);
+    if (!sala__is_4bit(w->format)) return elements * (w->format == SALA_F32 ? 4 : 2);
     int64_t groups = elements / w->group, bytes = elements / 2 + (w->alpha ? 4 * w->n : 0);
     return bytes + groups * (w->format == SALA_INT4 ? 2 : 1) + (w->zero ? groups : 0);
 }
@@ -1753,6 +1762,7 @@ static int64_t sala__weight_bytes(const sala_weight *w) { // scales, zeros and a
 static void sala__weights_free(const sala__env *env, sala__weights *w) {
     sala__release(env, w->layers);
     sala__release(env, w->owned);
+    sala__release(env, w->alphas);
     memset(w, 0, sizeof *w);
 }
 
@@ -1867,6 +1877,18 @@ static int sala__bind_rest(const sala__env *env, sala__checkpoint *ck, sala_erro
                               "have no place in the model that config.json describes", err);
 }
 
+// Only matrices of the layers and the head may be 4-bit.
+static int sala__check_4bit(const sala__config *c, sala__weights *w, sala_error *err) {
+    sala__item item;
+    for (int i = 0; i < sala__item_count(c); i++)
+        if (sala__item_at(c, w, i, &item) && sala__is_4bit(item.weight->format) &&
+            (item.k == 1 || item.weight == &w->embed))
+            return sala__fail(err, SALA_E_MODEL,
+                              "tensor %s is 4-bit; embeddings and norms must be BF16, F16 or F32",
+                              item.name);
+    return 0;
+}
+
 // Give every tensor of the model its place in the mapped files. `ck` must outlive `w`.
 static int sala__weights_bind(const sala__env *env, sala__checkpoint *ck, const sala__config *c,
                               sala__weights *w, sala_error *err) {
@@ -1953,6 +1975,81 @@ static void sala__synthetic_shape(const sala__config *c, const sala__weights *w,
     *offset = (float)mean;
 }
 
+// Rows of a 4-bit weight: see sala_synthetic_codes. Their variance is that of sala__synthetic_shape
+// by alpha.
+static void sala__synthetic_fill4(sala_weight *w, int64_t first, int64_t rows, uint64_t seed) {
+    uint8_t *codes = (uint8_t *)(uintptr_t)w->data, *scales = (uint8_t *)(uintptr_t)w->scale;
+    int size = w->format == SALA_INT4 ? 2 : 1;
+    int64_t end = (first + rows) * w->k;
+    for (int64_t at = first * w->k; at < end; at += 16) {
+        uint64_t eight = sala_synthetic_codes(seed, (uint64_t)at, w->format);
+        memcpy(codes + at / 2, &eight, 8); // the host is little-endian
+        if (at % w->group) continue;
+        uint16_t scale = sala_synthetic_scale(seed, (uint64_t)at, w->format);
+        memcpy(scales + at / w->group * size, &scale, (size_t)size);
+    }
+}
+
+static void sala__synthetic_alpha(float *alpha, const sala_weight *w, uint64_t seed, float scale) {
+    // root mean squares of code * block scale; `scale` is sqrt(3) times what is wanted
+    float rms = w->format == SALA_INT4 ? 4.18330f * 1.52753f : 2.92617f * 148.324f;
+    for (int n = 0; n < w->n; n++) {
+        float u = (float)(int16_t)(sala_mix64(seed + (uint64_t)n) >> 48) / 32768;
+        alpha[n] = scale * 0.57735f / rms * (1 + u / 4);
+    }
+}
+
+// The formats that options.weights names, with alphas; the numbers come later.
+static int sala__synthetic_formats(const sala__env *env, const sala__config *c, sala__weights *w,
+                                   const sala_options *o, sala_error *err) {
+    const char *kind = o->weights ? o->weights : "bf16";
+    int format = strcmp(kind, "int4") == 0 ? SALA_INT4 : SALA_NVFP4;
+    int head = strcmp(kind, "nvfp4-head") == 0;
+    if (strcmp(kind, "bf16") == 0) return 0;
+    if (head && c->tied)
+        return sala__fail(err, SALA_E_ARGUMENT,
+                          "weights nvfp4-head: the head of this model is its embedding, which "
+                          "stays BF16 (tie_word_embeddings); use nvfp4");
+    sala__item item;
+    size_t total = 0;
+    for (int i = 0; i < sala__item_count(c); i++) {
+        if (!sala__item_at(c, w, i, &item) || item.k == 1) continue;
+        if (item.layer < 0 && !(head && item.weight == &w->head)) continue;
+        int group = format == SALA_NVFP4 ? 16 : item.k % 128 == 0 ? 128 : 32;
+        if (item.k % group)
+            return sala__fail(err, SALA_E_ARGUMENT,
+                              "weights %s: %s is %d, not a multiple of the %d that share a scale",
+                              kind, item.k_name, item.k, group);
+        item.weight->format = format;
+        item.weight->group = group;
+        if (format == SALA_NVFP4) item.weight->input_scale = 0x1p-8f; // activations up to 10
+        total += (size_t)item.n;
+    }
+    w->alphas = (float *)sala__alloc(env, total, sizeof(float), "alphas", err);
+    if (!w->alphas) return SALA_E_MEMORY;
+    float *at = w->alphas;
+    for (int i = 0; i < sala__item_count(c); i++) {
+        uint64_t seed;
+        float scale, offset;
+        if (!sala__item_at(c, w, i, &item) || !sala__is_4bit(item.weight->format)) continue;
+        sala__synthetic_shape(c, w, &item, o->synthetic_seed, i, &seed, &scale, &offset);
+        sala__synthetic_alpha(at, item.weight, seed, scale);
+        item.weight->alpha = at;
+        at += item.n;
+    }
+    sala__weights_finish(c, w);
+    return 0;
+}
+
+// What a synthetic model takes: shapes, formats, alphas. No other data yet.
+static int sala__synthetic_plan(const sala__env *env, const sala__config *c, sala__weights *w,
+                                const sala_options *o, sala_error *err) {
+    int code = sala__weights_plan(env, c, w, err);
+    if (code == 0) code = sala__synthetic_formats(env, c, w, o, err);
+    if (code < 0) sala__weights_free(env, w);
+    return code;
+}
+
 // Fill slice `part` of `parts` of every tensor: threads call it with their own number each.
 static void sala__weights_fill(const sala__config *c, sala__weights *w, uint64_t seed, int part,
                                int parts) {
@@ -1965,17 +2062,23 @@ static void sala__weights_fill(const sala__config *c, sala__weights *w, uint64_t
         uint64_t item_seed;
         float scale, offset;
         sala__synthetic_shape(c, w, &item, seed, i, &item_seed, &scale, &offset);
-        sala__synthetic_fill(data + from, from, to - from, item_seed, scale, offset);
+        if (sala__is_4bit(item.weight->format)) {
+            int64_t first = (int64_t)item.n * part / parts;
+            int64_t end = (int64_t)item.n * (part + 1) / parts;
+            sala__synthetic_fill4(item.weight, first, end - first, item_seed);
+        } else {
+            sala__synthetic_fill(data + from, from, to - from, item_seed, scale, offset);
+        }
     }
 }
 
 // All tensors in one allocation, each at a multiple of 64 bytes, for sala__weights_fill.
 static int sala__weights_allocate(const sala__env *env, const sala__config *c, sala__weights *w,
-                                  sala_error *err) {
+                                  const sala_options *o, sala_error *err) {
     sala__item item;
-    int code = sala__weights_plan(env, c, w, err);
+    int code = sala__synthetic_plan(env, c, w, o, err);
     if (code < 0) return code;
-    size_t bytes = (size_t)w->bytes + 64 * (size_t)(sala__item_count(c) + 1);
+    size_t bytes = (size_t)w->bytes + 128 * (size_t)(sala__item_count(c) + 1);
     w->owned = sala__alloc(env, bytes, 1, "synthetic weights", err);
     if (!w->owned) {
         sala__weights_free(env, w);
@@ -1986,7 +2089,15 @@ static int sala__weights_allocate(const sala__env *env, const sala__config *c, s
         if (!sala__item_at(c, w, i, &item)) continue;
         at += -(uintptr_t)at % 64;
         item.weight->data = at;
-        at += sala__weight_bytes(item.weight);
+        if (sala__is_4bit(item.weight->format)) {
+            at += (int64_t)item.n * item.k / 2;
+            at += -(uintptr_t)at % 64;
+            item.weight->scale = at;
+            at += (int64_t)item.n * (item.k / item.weight->group) *
+                  (item.weight->format == SALA_INT4 ? 2 : 1);
+        } else {
+            at += sala__weight_bytes(item.weight);
+        }
     }
     sala__weights_finish(c, w);
     return 0;
@@ -4432,10 +4543,6 @@ static inline void sala__load_weight4(const sala_weight *w, int n, int k, float 
     }
 }
 
-static inline int sala__is_4bit(int32_t format) {
-    return format == SALA_NVFP4 || format == SALA_INT4;
-}
-
 // How it is made fast. An item is a block of rows and a panel of weight rows. Its part of x is
 // widened to FP32 in the thread's scratch. Prefill goes through tiles: 4 weight rows and a few rows
 // of x, whose sums stay in registers while the tile walks through one partial sum; both sides are
@@ -6000,6 +6107,10 @@ typedef struct sala__cuda { // zeroed while closed
     int module_count;
 } sala__cuda;
 
+static int sala__cuda_has_fp4(const sala__cuda *c) { // tensor cores that multiply NVFP4
+    return c->major == 12 && c->minor <= 1;
+}
+
 static const char *sala__cuda_setting(const char *name) { // NULL when unset or empty
     const char *value = getenv(name);
     return value && *value ? value : NULL;
@@ -6103,7 +6214,7 @@ static int sala__cuda_open_device(sala__cuda *c, int ordinal, sala_error *err) {
     c->api.cuDeviceGetAttribute(&c->minor, SALA__CU_DEVICE_MINOR, c->device);
     // Blackwell's desktop chips have their FP4 instructions only under the name with an "a".
     snprintf(c->architecture, sizeof c->architecture, "sm_%d%d%s", c->major, c->minor,
-             c->major == 12 && c->minor <= 1 ? "a" : "");
+             sala__cuda_has_fp4(c) ? "a" : "");
     if (c->major >= 8) return 0;
     return sala__fail(err, SALA_E_DEVICE,
                       "%s has compute capability %d.%d, but 8.0 is needed: use another device, or "
@@ -6717,6 +6828,8 @@ typedef struct sala__gpu {
     int tree_slots; // saved states of branching trees, see sala_gla_verify; 0 for chains
     int early;      // kernels may start while the one before them ends (PDL)
     int prefill;    // the pass is a chunk of a prompt: operations take that form
+    void *unpacked; // scratch for 4-bit weights of a prefill's product, see sala__unpack_weights
+    size_t unpacked_bytes;
     int shape;      // tests: 1 + the shape of tiles that prefill's products take, 0: the fastest
     unsigned units; // of kernels that are loaded, a bit each; 0: all (tests load what they need)
     int variant;    // kind of a product, for the next line
@@ -6825,9 +6938,40 @@ static int64_t sala__prefill_cut(const sala__gpu *g, sala_product_args *a, int s
     return (rounds / 2 * 5 + rounds % 2 * 3) * sala__prefill_shapes[shape].clocks;
 }
 
+static int64_t sala__padded(int64_t rows) {
+    return (rows + SALA_GEMM_ROWS - 1) / SALA_GEMM_ROWS * SALA_GEMM_ROWS;
+}
+
+// W4A16 in prefill: 4-bit weights become BF16 beside each other in scratch, exactly, and alpha stays for
+// the product's end. For any number of rows, so that no bit depends on the chunk.
+static void sala__unpack_weights(sala__gpu *g, sala_product_args *a) {
+    char *to = (char *)g->unpacked, *end = to + g->unpacked_bytes;
+    for (int i = 0; i < a->gemm.count; i++) {
+        sala_weight *w = &a->gemm.w[i];
+        if (!sala__is_4bit(w->format)) continue;
+        int64_t rows = sala__padded((int64_t)w->n * (a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1));
+        int64_t bytes = rows * w->k * 2, blocks = rows / 64 * (w->k / 64);
+        sala_unpack4_args unpack = {(const uint8_t *)w->data,
+                                    (uint16_t *)(void *)to,
+                                    w->format,
+                                    w->group,
+                                    sala_block4(w->format, w->group, w->zero != NULL),
+                                    (int32_t)rows,
+                                    w->k};
+        if (bytes > end - to)
+            sala__fail(&g->error, SALA_E_STATE, "the plan has no room to unpack %d x %d weights",
+                       w->n, w->k);
+        sala__launch(g, SALA__KERNEL_unpack4, (unsigned)((blocks + 7) / 8), 1, 1, 0, &unpack);
+        w->data = to;
+        w->format = SALA_BF16;
+        to += bytes;
+    }
+}
+
 // The shape of tiles that takes the least time; the results do not depend on it.
 static void sala__launch_prefill_product(sala__gpu *g, sala_product_args *a) {
     int best = 0;
+    sala__unpack_weights(g, a);
     for (int shape = 1; shape < SALA__PREFILL_SHAPE_COUNT; shape++)
         if (sala__prefill_cut(g, a, shape) < sala__prefill_cut(g, a, best)) best = shape;
     if (g->shape) best = g->shape - 1;
@@ -6959,6 +7103,19 @@ static void sala__launch_fill(sala__gpu *g, const sala_fill_args *a) {
     int32_t blocks = sala__row_major_blocks((int64_t)a->n * a->k);
     if (a->layout) blocks = sala__packed_blocks(0, a->n, a->n, a->k, a->layout - 1);
     sala__launch(g, SALA__KERNEL_fill, (unsigned)blocks, 1, 1, 0, a);
+}
+
+static unsigned sala__blocks4(int32_t n, int32_t k, int32_t pair) { // of pack4 and fill4
+    int64_t tiles = pair ? sala__padded(2 * (int64_t)n) / 16 : sala__padded(n) / 16;
+    return (unsigned)((tiles * (k / 64) + 7) / 8);
+}
+
+static void sala__launch_pack4(sala__gpu *g, const sala_pack4_args *a) {
+    sala__launch(g, SALA__KERNEL_pack4, sala__blocks4(a->rows, a->k, a->pair), 1, 1, 0, a);
+}
+
+static void sala__launch_fill4(sala__gpu *g, const sala_fill4_args *a) {
+    sala__launch(g, SALA__KERNEL_fill4, sala__blocks4(a->n, a->k, a->pair), 1, 1, 0, a);
 }
 
 static void sala__launch_sample(sala__gpu *g, const sala_sample_args *a) {
@@ -7100,7 +7257,7 @@ static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) 
     char dims_option[1024];
     const char *options[] = {dims_option, "-DSALA_TRACE"};
     const int trace = getenv("SALA_TRACE") != NULL; // see tools/bench_gpu.c: one unit holds all
-    if (!g->units) g->units = 7; // TODO part D: 3 to 6 where the model has 4-bit weights
+    if (!g->units) g->units = 7;                    // without 4-bit weights
     g->dims = dims;
     g->multiprocessors = g->cuda.multiprocessors;
     g->early = 1;
@@ -7140,26 +7297,73 @@ static sala_weight *sala__gate_of(const sala__item *item, sala__weights *w) {
     return l && item->weight == &l->mlp_up ? &l->mlp_gate : NULL; // where an up projection goes
 }
 
-// How item lies there: 0 a vector, 1 a packed matrix, 2 and 3 the two of a packed pair.
-static int sala__gpu_layout(const sala__item *item, sala__weights *w) {
-    if (item->k == 1) return 0;
-    if (sala__gate_of(item, w)) return 3;
-    return item->layer >= 0 && item->weight == &w->layers[item->layer].mlp_gate ? 2 : 1;
-}
+// How a tensor lies there.
+typedef struct sala__gpu_place {
+    int layout;                   // 0 a vector, 1 a matrix, 2 and 3 the two of a pair
+    int32_t format, group, block; // SALA_BF16, or 4 bits: see sala_packed4
+    int64_t rows;                 // of the matrix or the pair, padding included
+    int64_t data, bytes;          // of the numbers; with alpha. 0 for 3: they lie with 2
+} sala__gpu_place;
 
-static int64_t sala__gpu_weight_bytes(const sala__item *item, int layout) {
-    int64_t n = item->n;
-    if (layout > 0) n = (n + SALA_GEMM_ROWS - 1) / SALA_GEMM_ROWS * SALA_GEMM_ROWS;
-    return layout == 3 ? 0 : n * item->k * 2 * (layout == 2 ? 2 : 1);
+// gate and up share blocks where both are 4-bit alike; otherwise both become BF16.
+static sala__gpu_place sala__gpu_place_of(const sala__item *item, sala__weights *w) {
+    sala__layer *l = item->layer < 0 ? NULL : &w->layers[item->layer];
+    int pair = l && (item->weight == &l->mlp_gate || item->weight == &l->mlp_up);
+    const sala_weight *a = pair ? &l->mlp_gate : item->weight, *b = pair ? &l->mlp_up : a;
+    sala__gpu_place p = {item->k > 1, SALA_BF16, 0, 0, item->n, 0, 0};
+    if (pair) p.layout = a == item->weight ? 2 : 3;
+    if (p.layout) p.rows = sala__padded(item->n) * (pair ? 2 : 1);
+    if (sala__is_4bit(a->format) && a->format == b->format && a->group == b->group) {
+        p.format = a->format;
+        p.group = a->group;
+        p.block = sala_block4(p.format, p.group, a->zero || b->zero);
+    }
+    if (p.layout == 3) return p;
+    p.data = p.bytes = p.block ? p.rows / 64 * (item->k / 64) * p.block : p.rows * item->k * 2;
+    if (p.block) p.bytes += p.rows * 4;
+    return p;
 }
 
 static int64_t sala__gpu_weights_total(const sala__config *c, sala__weights *w) {
     sala__item item;
     int64_t bytes = 0;
     for (int i = 0; i < sala__item_count(c); i++)
-        if (sala__item_at(c, w, i, &item))
-            bytes += sala__gpu_weight_bytes(&item, sala__gpu_layout(&item, w));
+        if (sala__item_at(c, w, i, &item)) bytes += sala__gpu_place_of(&item, w).bytes;
     return bytes;
+}
+
+// Bytes that the 4-bit weights of one product of prefill take in BF16, at most. NVFP4 is left out where
+// prefill is W4A4.
+static int64_t sala__gpu_unpack_bytes(const sala__config *c, sala__weights *w, int w4a4) {
+    sala__item item;
+    int64_t most = 0, sum = 0; // sum: of q, k, v and the gate
+    for (int i = 0; i < sala__item_count(c); i++) {
+        if (!sala__item_at(c, w, i, &item) || item.layer < 0) continue;
+        const sala__layer *l = &w->layers[item.layer];
+        const sala_weight *x = item.weight;
+        sala__gpu_place p = sala__gpu_place_of(&item, w);
+        int64_t bytes = p.block && p.layout != 3 ? p.rows * item.k * 2 : 0;
+        if (w4a4 && p.format == SALA_NVFP4) bytes = 0;
+        if (x == &l->q) sum = 0;
+        if (x == &l->q || x == &l->k || x == &l->v || x == &l->gate) bytes = sum += bytes;
+        if (bytes > most) most = bytes;
+    }
+    return most;
+}
+
+// What 4-bit weights ask of the GPU's kernels.
+static int sala__gpu_takes(const sala__config *c, sala__weights *w, sala_error *err) {
+    sala__item item;
+    for (int i = 0; i < sala__item_count(c); i++) {
+        if (!sala__item_at(c, w, i, &item) || item.weight->format != SALA_INT4) continue;
+        int group = item.weight->group;
+        if (group != 32 && group % 64)
+            return sala__fail(err, SALA_E_MODEL,
+                              "%s has groups of %d, but the CUDA kernels need 32 or a multiple of "
+                              "64; use device cpu",
+                              item.name, group);
+    }
+    return 0;
 }
 
 #define SALA__SLAB ((int64_t)64 << 20) // bytes of a matrix that pass through the device at a time
@@ -7180,6 +7384,88 @@ static void sala__gpu_upload(sala__gpu *g, const sala_weight *from, void *slab, 
     }
 }
 
+// The same for a 4-bit matrix: codes, scales and zeros of some rows lie in the slab one after the other.
+static void sala__gpu_upload4(sala__gpu *g, const sala_weight *from, void *slab, uint8_t *to,
+                              const sala__gpu_place *p) {
+    int64_t groups = from->k / from->group, zero_row = from->zero ? groups : 0;
+    int64_t code_row = from->k / 2, scale_row = groups * (from->format == SALA_INT4 ? 2 : 1);
+    int32_t most = (int32_t)(SALA__SLAB / (code_row + scale_row + zero_row)) / 16 * 16;
+    sala_error *e = &g->error;
+    for (int32_t first = 0; first < from->n && !e->code; first += most) {
+        int32_t rows = from->n - first < most ? from->n - first : most;
+        uint8_t *codes = (uint8_t *)slab, *scales = codes + rows * code_row;
+        uint8_t *zeros = from->zero ? scales + rows * scale_row : NULL;
+        sala_pack4_args a = {codes,    scales, zeros, to,      from->format, from->group,
+                             p->block, first,  rows,  from->n, from->k,      p->layout - 1};
+        const struct {
+            const void *from;
+            uint8_t *to;
+            int64_t row;
+        } parts[] = {{from->data, codes, code_row},
+                     {from->scale, scales, scale_row},
+                     {from->zero, zeros, zero_row}};
+        for (int i = 0; i < 3 && !e->code; i++)
+            if (parts[i].row)
+                sala__cuda_upload(&g->cuda, sala__on_gpu(parts[i].to),
+                                  (const char *)parts[i].from + first * parts[i].row,
+                                  (size_t)(rows * parts[i].row), e);
+        sala__launch_pack4(g, &a);
+        if (!e->code) sala__cuda_wait(&g->cuda, e); // the slab is used again
+    }
+}
+
+// A 4-bit matrix whose partner in the pair is not: with alpha, as numbers of FP32.
+static void sala__gpu_upload_wide(sala__gpu *g, const sala_weight *from, void *slab, void *to,
+                                  int layout) {
+    size_t row = (size_t)from->k;
+    float *wide =
+        (float *)sala__alloc(&g->cuda.env, (size_t)from->n * row, 4, "widening weights", &g->error);
+    if (!wide) return;
+    for (int n = 0; n < from->n; n++) {
+        float *out = wide + (size_t)n * row;
+        for (int k = 0; k < from->k; k += 16) sala__load_weight4(from, n, k, out + k);
+        for (int k = 0; k < from->k && from->alpha; k++) out[k] *= from->alpha[n];
+    }
+    sala_weight plain = sala_plain_weight(wide, SALA_F32, from->n, from->k);
+    sala__gpu_upload(g, &plain, slab, to, layout);
+    sala__release(&g->cuda.env, wide);
+}
+
+// alpha of a matrix, or of gate and up in the pair's order; padding has 0.
+static void sala__gpu_upload_alpha(sala__gpu *g, const sala_weight *from, const sala_weight *up,
+                                   void *to, int64_t rows) {
+    float *alpha =
+        (float *)sala__alloc(&g->cuda.env, (size_t)rows, sizeof *alpha, "alphas", &g->error);
+    if (!alpha) return;
+    for (int n = 0; n < from->n; n++)
+        alpha[up ? sala_packed_pair(n, 0) : n] = from->alpha ? from->alpha[n] : 1;
+    for (int n = 0; up && n < up->n; n++)
+        alpha[sala_packed_pair(n, 1)] = up->alpha ? up->alpha[n] : 1;
+    if (sala__cuda_upload(&g->cuda, sala__on_gpu(to), alpha, (size_t)rows * sizeof *alpha,
+                          &g->error) == 0)
+        sala__cuda_wait(&g->cuda, &g->error);
+    sala__release(&g->cuda.env, alpha);
+}
+
+// The numbers of one tensor, from the files or made by a hash; item and host are the same one.
+static void sala__gpu_move_data(sala__gpu *g, const sala_weight *host, const sala__gpu_place *p,
+                                const sala_fill_args *fill, int synthetic, void *slab) {
+    uint8_t *to = (uint8_t *)fill->to;
+    if (synthetic && p->block) {
+        sala_fill4_args a = {to,       fill->seed, p->format, p->group,
+                             p->block, fill->n,    fill->k,   p->layout - 1};
+        sala__launch_fill4(g, &a);
+    } else if (synthetic) {
+        sala__launch_fill(g, fill);
+    } else if (p->block) {
+        sala__gpu_upload4(g, host, slab, to, p);
+    } else if (sala__is_4bit(host->format)) {
+        sala__gpu_upload_wide(g, host, slab, to, p->layout);
+    } else {
+        sala__gpu_upload(g, host, slab, to, p->layout);
+    }
+}
+
 // All weights to the device: w becomes a copy of `from` whose data lies there.
 static int sala__gpu_move(sala__gpu *g, const sala__config *c, sala__weights *from,
                           const sala_options *o, void *slab, sala__weights *w, sala_error *err) {
@@ -7188,18 +7474,29 @@ static int sala__gpu_move(sala__gpu *g, const sala__config *c, sala__weights *fr
     int count = sala__item_count(c);
     for (int i = 0; i < count && !e->code; i++) {
         if (!sala__item_at(c, w, i, &item) || !sala__item_at(c, from, i, &host)) continue;
-        int layout = sala__gpu_layout(&item, w);
-        const sala_weight *gate = sala__gate_of(&item, w);
-        size_t bytes = (size_t)sala__gpu_weight_bytes(&item, layout);
-        void *data = gate ? (void *)(uintptr_t)gate->data : sala__gpu_take(g, bytes, item.name, e);
-        item.weight->data = data;
-        if (data && o->synthetic) {
-            sala_fill_args a = {(uint16_t *)data, 0, 0, 0, item.n, item.k, layout};
-            sala__synthetic_shape(c, w, &item, o->synthetic_seed, i, &a.seed, &a.scale, &a.offset);
-            sala__launch_fill(g, &a);
-        } else if (data) {
-            sala__gpu_upload(g, host.weight, slab, data, layout);
+        sala__gpu_place p = sala__gpu_place_of(&host, from);
+        sala_weight *to = item.weight;
+        const sala_weight *gate = p.layout == 3 ? sala__gate_of(&item, w) : NULL;
+        if (gate) *to = *gate;
+        if (!gate) to->data = sala__gpu_take(g, (size_t)p.bytes, item.name, e);
+        to->format = p.format;
+        to->group = p.group;
+        if (p.block == SALA_BLOCK4_BIAS) to->zero = (const uint8_t *)to->data;
+        if (p.block) to->input_scale = host.weight->input_scale;
+        if (p.block && !gate && to->data) {
+            const sala_weight *up = p.layout == 2 ? &from->layers[host.layer].mlp_up : NULL;
+            to->alpha = (const float *)(const void *)((const char *)to->data + p.data);
+            sala__gpu_upload_alpha(g, host.weight, up, (void *)(uintptr_t)to->alpha, p.rows);
         }
+        if (!p.block && sala__is_4bit(host.weight->format))
+            sala__log(&g->cuda.env, SALA_LOG_WARNING,
+                      "%s: gate_proj and up_proj have different formats: kept in BF16 on the GPU",
+                      item.name);
+        sala_fill_args fill = {(uint16_t *)(uintptr_t)to->data, 0, 0, 0, item.n, item.k, p.layout};
+        sala__synthetic_shape(c, w, &item, o->synthetic_seed, i, &fill.seed, &fill.scale,
+                              &fill.offset);
+        if (to->data && !e->code)
+            sala__gpu_move_data(g, host.weight, &p, &fill, o->synthetic, slab);
         sala__progress(&g->cuda.env, "weights to the GPU", 0.7 + 0.3 * i / count);
     }
     if (!e->code) sala__cuda_wait(&g->cuda, e);
@@ -7239,8 +7536,9 @@ typedef struct sala__plan {
     size_t pending;        // elements of one pending path, one layer, one of k and v
     size_t thread_scratch; // bytes
     int64_t kv_bytes, state_bytes, pending_bytes, scratch_bytes;
+    int64_t unpack_bytes; // of sala__gpu_unpack_bytes
     int64_t weight_bytes; // made or copied, not mapped
-    int64_t limit;        // bytes that these five may take
+    int64_t limit;        // bytes that these six may take
 } sala__plan;
 
 // One sequence: what it holds, and where it stands.
@@ -7309,6 +7607,9 @@ struct sala {
     int on_gpu;                // operations run there, and what they read and write lies there
     sala__weights gpu_weights; // the same as `weights`, there
     int64_t gpu_weight_bytes, gpu_free;  // what they take there; what was free before
+    int w4a4;                            // prefill quantises what goes into NVFP4 weights
+    int formats;                         // of 4-bit weights, a bit each (1 << SALA_NVFP4)
+    char *unpacked;                      // [plan.unpack_bytes] there
     float *slopes, *decay;               // [lin_heads] decay = exp(-slope)
     float *frequency, *sparse_frequency; // [lin_dim / 2], [head_dim / 2] of the rotary tables
     // pools
@@ -7406,7 +7707,7 @@ typedef struct sala__buffer {
     const char *what;
 } sala__buffer;
 
-#define SALA__BUFFERS 54
+#define SALA__BUFFERS 55
 
 static int sala__buffer_used(const sala *s, const sala__buffer *b) {
     return b->count && b->place != (s->on_gpu ? SALA__CPU : SALA__GPU);
@@ -7491,6 +7792,7 @@ static int sala__buffers(sala *s, sala__buffer *b) {
         {(void **)&s->part_max_sum, attend_rows * 2, 4, SALA__GPU, "attention"},
         {(void **)&s->partial, splits * nodes * hidden, 4, SALA__GPU, "partial sums"},
         {(void **)&s->arrivals, 2, 4, SALA__GPU, "counters"},
+        {(void **)&s->unpacked, (size_t)p->unpack_bytes, 1, SALA__GPU, "unpacked weights"},
         {(void **)&s->peek, show_hidden ? rows * hidden * act + rows * lists * 4 : 0, 1, SALA__HOST,
          "hidden states"},
     };
@@ -7569,7 +7871,9 @@ static int64_t sala__measure(sala *s) {
                   (int64_t)(2 * p->page_kv + p->page_tier1 + p->page_tier2);
     p->state_bytes = (int64_t)p->state * 4 * s->lightning_layers * p->slots;
     p->pending_bytes = (int64_t)p->pending * act * 2 * s->lightning_layers * p->slots;
-    p->scratch_bytes = -p->state_bytes - p->pending_bytes; // which the table below holds too
+    if (!s->on_gpu) p->unpack_bytes = 0;
+    p->scratch_bytes = // less what the table below holds too
+        -p->state_bytes - p->pending_bytes - p->unpack_bytes;
     if (!s->on_gpu) p->scratch_bytes += (int64_t)p->thread_scratch * o->threads;
     p->scratch_bytes += 4 * s->sparse_layers * p->node_rows * (int64_t)(kv_heads * dim) * act;
     sala__buffer b[SALA__BUFFERS];
@@ -7579,7 +7883,46 @@ static int64_t sala__measure(sala *s) {
             p->scratch_bytes += (int64_t)(b[i].count * b[i].size);
     p->weight_bytes = o->synthetic ? s->weights.bytes : 0; // mapped weights are the page cache's
     if (s->on_gpu) p->weight_bytes = s->gpu_weight_bytes;
-    return p->kv_bytes + p->state_bytes + p->pending_bytes + p->scratch_bytes + p->weight_bytes;
+    return p->kv_bytes + p->state_bytes + p->pending_bytes + p->scratch_bytes + p->unpack_bytes +
+           p->weight_bytes;
+}
+
+// How prefill multiplies with 4-bit weights on this device (design.md 4).
+static int sala__choose_prefill(sala *s, sala_error *err) {
+    const char *ask = s->options.prefill ? s->options.prefill : "auto";
+    const sala__cuda *cuda = &s->gpu.cuda;
+    char lacking[sizeof(((sala__item *)0)->name)] = "";
+    sala__item item;
+    int nvfp4 = 0;
+    s->formats = s->w4a4 = 0;
+    for (int i = 0; i < sala__item_count(&s->config); i++) {
+        if (!sala__item_at(&s->config, &s->weights, i, &item)) continue;
+        const sala_weight *w = item.weight;
+        if (sala__is_4bit(w->format)) s->formats |= 1 << w->format;
+        if (w->format != SALA_NVFP4 || item.layer < 0) continue;
+        nvfp4 = 1;
+        if (!(w->input_scale > 0) && !*lacking) memcpy(lacking, item.name, sizeof lacking);
+    }
+    if (strcmp(ask, "w4a4") == 0 && !nvfp4)
+        return sala__fail(err, SALA_E_ARGUMENT,
+                          "prefill w4a4: no linear layer of this model is NVFP4; leave it auto");
+    if (strcmp(ask, "w4a4") == 0 && *lacking)
+        return sala__fail(err, SALA_E_ARGUMENT,
+                          "prefill w4a4: %s has no input scale, so activations cannot be "
+                          "quantised; use w4a16 or auto",
+                          lacking);
+    s->w4a4 = strcmp(ask, "w4a4") == 0 || (strcmp(ask, "auto") == 0 && nvfp4 && !*lacking &&
+                                           s->on_gpu && sala__cuda_has_fp4(cuda));
+    s->plan.unpack_bytes = s->on_gpu ? sala__gpu_unpack_bytes(&s->config, &s->weights, s->w4a4) : 0;
+    return 0;
+}
+
+static unsigned sala__gpu_units(const sala *s) { // of kernels that this model needs
+    unsigned units = 7;
+    if (s->formats) units |= 1 << 3;
+    if (s->formats >> SALA_NVFP4 & 1) units |= 1 << 4;
+    if (s->formats >> SALA_INT4 & 1) units |= 1 << 5;
+    return s->w4a4 ? units | 1 << 6 : units;
 }
 
 // Make the plan; an error when it does not fit.
@@ -7588,18 +7931,21 @@ static int sala__make_plan(sala *s, sala_error *err) {
     sala__plan *p = &s->plan;
     double mib = 1.0 / (1 << 20);
     p->limit = o->memory_limit ? o->memory_limit : s->on_gpu ? s->gpu_free : sala__free_memory();
+    int code = sala__choose_prefill(s, err);
+    if (code < 0) return code;
     int64_t total = sala__measure(s);
     if (total < 0) return sala__fail(err, SALA_E_MEMORY, "the plan takes more than 1000 TB");
     if (total <= p->limit) return 0;
     return sala__fail(err, SALA_E_MEMORY,
                       "the plan takes %.1f MiB (weights %.1f, K/V %.1f, states %.1f, pending paths "
-                      "%.1f, scratch %.1f) but %.1f MiB are %s%s: lower context (%lld), kv-tokens "
-                      "(%lld), max-sequences (%d) or chunk (%d)",
+                      "%.1f, unpacking %.1f, scratch %.1f) but %.1f MiB are %s%s: lower context "
+                      "(%lld), kv-tokens (%lld), max-sequences (%d) or chunk (%d)",
                       (double)total * mib, (double)p->weight_bytes * mib, (double)p->kv_bytes * mib,
                       (double)p->state_bytes * mib, (double)p->pending_bytes * mib,
-                      (double)p->scratch_bytes * mib, (double)p->limit * mib,
-                      o->memory_limit ? "allowed" : "free", s->on_gpu ? " on the GPU" : "",
-                      (long long)o->context, (long long)o->kv_tokens, o->max_sequences, o->chunk);
+                      (double)p->unpack_bytes * mib, (double)p->scratch_bytes * mib,
+                      (double)p->limit * mib, o->memory_limit ? "allowed" : "free",
+                      s->on_gpu ? " on the GPU" : "", (long long)o->context,
+                      (long long)o->kv_tokens, o->max_sequences, o->chunk);
 }
 
 // The longest single sequence that would fit, everything else being as it is.
@@ -7613,6 +7959,7 @@ static int64_t sala__longest_context(const sala *s) {
     trial.weights.bytes = s->weights.bytes;
     trial.on_gpu = s->on_gpu;
     trial.gpu_weight_bytes = s->gpu_weight_bytes;
+    trial.plan.unpack_bytes = s->plan.unpack_bytes;
     int64_t block = s->config.dims.block, fits = 0, most = ((int64_t)1 << 30) / block;
     while (fits < most) {
         int64_t middle = fits + (most - fits + 1) / 2;
@@ -7634,6 +7981,10 @@ static int sala__default_options(sala *s, const sala_options *options, sala_erro
     s->env = o->hooks;
     int code = sala__check_options(o, err);
     if (code < 0) return code;
+    if (o->weights && !o->synthetic)
+        return sala__fail(err, SALA_E_ARGUMENT,
+                          "weights (%s) is for synthetic models: a folder's files have theirs",
+                          o->weights);
     if (!o->threads) o->threads = sala__processors();
     if (!o->max_sequences) o->max_sequences = 8;
     if (!o->context) o->context = 32768;
@@ -7672,13 +8023,13 @@ static int sala__read_files(sala *s, const char *path, int tokenizer, sala_error
     for (int l = 0; l < m->layers; l++) s->sparse_layers += s->config.sparse[l];
     s->lightning_layers = m->layers - s->sparse_layers;
     if (s->options.synthetic) // shapes and totals; the weights are made once the plan fits
-        return sala__weights_plan(&s->env, &s->config, &s->weights, err);
+        return sala__synthetic_plan(&s->env, &s->config, &s->weights, &s->options, err);
     if ((code = sala__generation_config_read(&s->env, path, &s->config, err)) < 0) return code;
     sala__progress(&s->env, "mapping the weights", 0.1);
     if ((code = sala__checkpoint_open(&s->env, path, &s->checkpoint, err)) < 0) return code;
     if ((code = sala__weights_bind(&s->env, &s->checkpoint, &s->config, &s->weights, err)) < 0)
         return code;
-    if (!tokenizer) return 0;
+    if ((code = sala__check_4bit(&s->config, &s->weights, err)) < 0 || !tokenizer) return code;
     file = sala__join(&s->env, path, "tokenizer.json", err);
     if (!file) return SALA_E_MEMORY;
     int there = sala__file_exists(file);
@@ -7830,6 +8181,7 @@ static int sala__choose_device(sala *s, sala_error *err) {
     code = sizeof(sala_act) == 2
                ? sala__gpu_supports(&s->config.dims, &reason)
                : sala__fail(&reason, SALA_E_DEVICE, "kernels have BF16 activations, not FP32");
+    if (code == 0) code = sala__gpu_takes(&s->config, &s->weights, &reason);
     if (code < 0) {
         sala__cuda_close(&s->gpu.cuda);
         if (text && strcmp(text, "auto") != 0) return sala__fail(err, code, "%s", reason.text);
@@ -7867,7 +8219,7 @@ static int sala__open_cpu(sala *s, sala_error *err) {
     if (!s->options.synthetic) return 0;
     sala__progress(&s->env, "making weights", 0.7);
     sala__weights_free(&s->env, &s->weights);
-    code = sala__weights_allocate(&s->env, &s->config, &s->weights, err);
+    code = sala__weights_allocate(&s->env, &s->config, &s->weights, &s->options, err);
     if (code == 0) sala__parallel(&s->cpu, SALA__FILL_PARTS, sala__fill_part, s);
     return code;
 }
@@ -7877,9 +8229,12 @@ static int sala__start(sala *s, sala_error *err) {
     int code = sala__make_plan(s, err);
     if (code == 0 && s->on_gpu) code = sala__cuda_enter(&s->gpu.cuda, err);
     if (code < 0) return code;
+    s->gpu.units = sala__gpu_units(s);
     if (s->on_gpu) code = sala__gpu_open(&s->gpu, &s->config.dims, err);
     sala__progress(&s->env, "allocating", 0.6);
     if (code == 0) code = sala__allocate(s, err);
+    s->gpu.unpacked = s->unpacked;
+    s->gpu.unpacked_bytes = (size_t)s->plan.unpack_bytes;
     if (code == 0 && s->on_gpu)
         code =
             sala__gpu_weights(&s->gpu, &s->config, &s->weights, &s->options, &s->gpu_weights, err);
@@ -8009,9 +8364,14 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
     memset(info, 0, sizeof *info);
     info->path = s->path;
     sala__name_device(s, info->device, sizeof info->device);
-    static const char *const formats[] = {"BF16", "F16", "F32"};
+    static const char *const formats[] = {"BF16", "F16", "F32", "NVFP4", "INT4"};
     int format = s->weights.layers ? s->weights.layers[0].q.format : SALA_BF16;
     info->weight_format = formats[format];
+    snprintf(info->prefill, sizeof info->prefill, "%s%s",
+             s->w4a4      ? "W4A4"
+             : s->formats ? "W4A16"
+                          : formats[SALA_BF16],
+             s->w4a4 && s->on_gpu && !sala__cuda_has_fp4(&s->gpu.cuda) ? ", emulated" : "");
     info->chat_template = s->has_tokenizer ? s->tokenizer.template_name : "none";
     info->vocab = m->vocab;
     info->hidden = m->hidden;
@@ -8040,9 +8400,10 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
     info->kv_bytes = p->kv_bytes;
     info->state_bytes = p->state_bytes;
     info->pending_bytes = p->pending_bytes;
+    info->unpack_bytes = p->unpack_bytes;
     info->scratch_bytes = p->scratch_bytes;
-    info->total_bytes =
-        info->weight_bytes + p->kv_bytes + p->state_bytes + p->pending_bytes + p->scratch_bytes;
+    info->total_bytes = info->weight_bytes + p->kv_bytes + p->state_bytes + p->pending_bytes +
+                        p->unpack_bytes + p->scratch_bytes;
     info->kv_bytes_per_token = p->pages ? p->kv_bytes / p->pages / m->block : 0;
     info->state_bytes_per_sequence = (int64_t)p->state * 4 * s->lightning_layers;
     info->decode_bytes = s->weights.decode_bytes + sala__state_traffic(s);

@@ -383,10 +383,13 @@ static const cli_option cli_engine[] = {
     {0, "chunk", "N", "prefill chunk, tokens, a multiple of 64 (default 2048)"},
     {0, "dense-len", "N",
      "sparse layers are dense below N tokens (default: the model's; 0: never)"},
+    {0, "prefill", "KIND",
+     "of NVFP4 weights: w4a4 (FP4 activations), w4a16, auto (default: w4a4 where it is native)"},
     {0, "template", "chatml", "chat template (default: recognised from the model's files)"},
     {0, "synthetic", NULL,
      "-m is a config.json; weights are made by a hash, there is no tokenizer"},
     {0, "synthetic-seed", "N", "seed of such weights (default 0)"},
+    {0, "weights", "FORMAT", "of such weights: bf16 (default), nvfp4, int4, nvfp4-head"},
     {0, NULL, NULL, NULL},
 };
 
@@ -665,10 +668,10 @@ static void cli_describe(sala *engine) {
     sala_get_info(engine, &i);
     if (i.dense_len > 0) snprintf(dense, sizeof dense, "dense below %d tokens", i.dense_len);
     fprintf(stderr,
-            "sala %s: %s; %s, %s, %.2f bits per weight, %s; KV %s, states %s; longest context %s "
-            "tokens; %s\n",
+            "sala %s: %s; %s, %s, %.2f bits per weight, %s, prefill %s; KV %s, states %s; longest "
+            "context %s tokens; %s\n",
             sala_version(), i.device, i.path, i.weight_format, i.bits_per_weight,
-            cli_bytes((double)i.weight_bytes, total), cli_bytes((double)i.kv_bytes, kv),
+            cli_bytes((double)i.weight_bytes, total), i.prefill, cli_bytes((double)i.kv_bytes, kv),
             cli_bytes((double)i.state_bytes, state), cli_count(i.longest_context, context), dense);
 }
 
