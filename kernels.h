@@ -576,7 +576,7 @@ SALA_FN uint64_t sala_synthetic_codes(uint64_t seed, uint64_t element, int32_t f
 
 SALA_FN uint16_t sala_synthetic_scale(uint64_t seed, uint64_t element, int32_t format) {
     uint64_t hash = sala_mix64(sala_synthetic_hash(seed, element / 4));
-    return (uint16_t)(format == SALA_INT4 ? 0x3F80u | (hash & 0x7Fu) : 0x68u | (hash & 0xFu));
+    return (uint16_t)(format == SALA_INT4 ? 0x3F80u + (hash & 0x7Fu) : 0x68u + (hash & 0xFu));
 }
 
 // ---- GPU only ----

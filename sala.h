@@ -7105,17 +7105,19 @@ static void sala__launch_fill(sala__gpu *g, const sala_fill_args *a) {
     sala__launch(g, SALA__KERNEL_fill, (unsigned)blocks, 1, 1, 0, a);
 }
 
-static unsigned sala__blocks4(int32_t n, int32_t k, int32_t pair) { // of pack4 and fill4
-    int64_t tiles = pair ? sala__padded(2 * (int64_t)n) / 16 : sala__padded(n) / 16;
-    return (unsigned)((tiles * (k / 64) + 7) / 8);
+// Row tiles of sala_pack4 from `first` to `end` times the stages of 64 k, a warp each.
+static unsigned sala__blocks4(int32_t first, int32_t end, int32_t n, int32_t k, int32_t pair) {
+    int64_t rows = pair ? 8 : 16, last = end < n ? end : sala__padded(n * 16 / rows) / 16 * rows;
+    return (unsigned)(((last - first + rows - 1) / rows * (k / 64) + 7) / 8);
 }
 
 static void sala__launch_pack4(sala__gpu *g, const sala_pack4_args *a) {
-    sala__launch(g, SALA__KERNEL_pack4, sala__blocks4(a->rows, a->k, a->pair), 1, 1, 0, a);
+    unsigned blocks = sala__blocks4(a->first, a->first + a->rows, a->n, a->k, a->pair);
+    sala__launch(g, SALA__KERNEL_pack4, blocks, 1, 1, 0, a);
 }
 
 static void sala__launch_fill4(sala__gpu *g, const sala_fill4_args *a) {
-    sala__launch(g, SALA__KERNEL_fill4, sala__blocks4(a->n, a->k, a->pair), 1, 1, 0, a);
+    sala__launch(g, SALA__KERNEL_fill4, sala__blocks4(0, a->n, a->n, a->k, a->pair), 1, 1, 0, a);
 }
 
 static void sala__launch_sample(sala__gpu *g, const sala_sample_args *a) {

@@ -8,6 +8,9 @@
 
 #include "prefill_attend.h"
 #include "prefill_gemm.h"
+
+#include "kernels_four.h"
+
 #include "prefill_gla.h"
 #include "prefill_select.h"
 
@@ -33,7 +36,8 @@ int main(int argc, char **argv) {
                                         TEST(prefill_attend_ragged),
                                         TEST(prefill_attend_dense),
                                         TEST(prefill_attend_long_lists),
-                                        TEST(prefill_attend_far_pages)};
+                                        TEST(prefill_attend_far_pages),
+                                        FOUR_TESTS};
     if (!device_exists()) {
         printf("skipped: no simulator (build/libsala_sim.so) and no SALA_TEST_GPU\n");
         printf("0 passed, 0 failed\n");
