@@ -202,8 +202,7 @@ static void four_all_codes(void) {
     for (int kind = 0; kind < 3; kind += 2) {
         sala_weight w = four_weight(&four_kinds[kind], 127, 64, 1);
         uint8_t *codes = (uint8_t *)(uintptr_t)w.data;
-        for (int i = 0; i < 127 * 32; i++)
-            codes[i] = (uint8_t)(i % 8 * 2 | (i % 8 * 2 + 1) << 4);
+        for (int i = 0; i < 127 * 32; i++) codes[i] = (uint8_t)(i % 8 * 2 | (i % 8 * 2 + 1) << 4);
         for (int i = 0; i < 127 * 4 && kind == 0; i++)
             ((uint8_t *)(uintptr_t)w.scale)[i] = (uint8_t)(i % 127);
         for (int i = 0; i < 127 * 2 && kind; i++) ((uint8_t *)(uintptr_t)w.zero)[i] = i % 17;
@@ -382,6 +381,131 @@ static void four_prefill_chunks(void) {
     gemm_end();
 }
 
+// ---- a whole model's weights ----
+
+// What lies on the device for the same tensor of two models.
+static void four_same_item(const sala__item *a, const sala__item *b, const sala__gpu_place *p) {
+    size_t bytes = (size_t)p->bytes;
+    unsigned char *x = (unsigned char *)malloc(bytes + 1), *y = (unsigned char *)malloc(bytes + 1);
+    from_device(x, a->weight->data, bytes);
+    from_device(y, b->weight->data, bytes);
+    CHECK(memcmp(x, y, bytes) == 0 && a->weight->format == p->format, "%s differs", a->name);
+    const char *at = (const char *)a->weight->data;
+    CHECK(!p->block || p->layout == 3 || (const char *)a->weight->alpha == at + p->data,
+          "%s: alpha", a->name);
+    free(x), free(y);
+}
+
+// Gate and up of layer 0 with different formats become BF16, rounded once.
+static void four_mixed_pair(const sala__weights *host, const sala__weights *there) {
+    sala_weight gate = host->layers[0].mlp_gate, up = host->layers[0].mlp_up;
+    int n = gate.n, k = gate.k;
+    size_t bytes = (size_t)sala__padded(n) * (size_t)k * 4;
+    uint16_t *want = (uint16_t *)calloc(1, bytes), *got = (uint16_t *)malloc(bytes);
+    for (int which = 0; which < 2; which++)
+        for (int row = 0; row < n; row++)
+            for (int i = 0; i < k; i += 16) {
+                const sala_weight *w = which ? &up : &gate;
+                const uint16_t *plain = (const uint16_t *)w->data + (size_t)row * (size_t)k;
+                float x[16];
+                if (sala__is_4bit(w->format)) sala__load_weight4(w, row, i, x);
+                for (int j = 0; j < 16; j++) {
+                    uint16_t *to = want + sala_packed(sala_packed_pair(row, which), i + j, 2 * n);
+                    *to =
+                        w->format == SALA_BF16 ? plain[i + j] : sala_f32_bf16(x[j] * w->alpha[row]);
+                }
+            }
+    from_device(got, there->layers[0].mlp_gate.data, bytes);
+    CHECK(memcmp(got, want, bytes) == 0, "the pair differs");
+    CHECK(there->layers[0].mlp_up.data == there->layers[0].mlp_gate.data &&
+              there->layers[0].mlp_up.format == SALA_BF16 && !there->layers[0].mlp_gate.alpha,
+          "the pair is not BF16");
+    free(want), free(got);
+}
+
+// A synthetic model made on the host and brought over as files are is the one that is made on the device;
+// both take what the plan says.
+static void four_upload_as(const char *kind, int mixed) {
+    static const sala__env none = {NULL, NULL, NULL, NULL};
+    sala__config c;
+    sala__weights host, made, moved;
+    sala_error err;
+    sala_options o;
+    memset(&o, 0, sizeof o);
+    o.weights = kind;
+    o.synthetic_seed = 7;
+    if (sala__config_read(&none, "tests/data/vectors/geom/config.json", &c, &err) < 0 ||
+        sala__weights_allocate(&none, &c, &host, &o, &err) < 0)
+        device_must(-1, &err);
+    sala__weights_fill(&c, &host, 7, 0, 1);
+    device_open_units(&c.dims, FOUR_UNITS);
+    sala_weight *up = &host.layers[0].mlp_up;
+    if (mixed) *up = gemm_weight(up->n, up->k, 1); // another format than gate's
+    int64_t total = sala__gpu_weights_total(&c, &host), before = (int64_t)gpu->cuda.taken_bytes;
+    if (sala__gpu_weights(gpu, &c, &host, &o, &moved, &err) < 0) device_must(-1, &err);
+    CHECK((int64_t)gpu->cuda.taken_bytes - before == total, "%lld taken, %lld planned",
+          (long long)((int64_t)gpu->cuda.taken_bytes - before), (long long)total);
+    if (mixed) {
+        four_mixed_pair(&host, &moved);
+        gemm_free(up->data);
+    } else {
+        o.synthetic = 1;
+        if (sala__gpu_weights(gpu, &c, &host, &o, &made, &err) < 0) device_must(-1, &err);
+        sala__item a, b, h;
+        for (int i = 0; i < sala__item_count(&c); i++) {
+            if (!sala__item_at(&c, &made, i, &a) || !sala__item_at(&c, &moved, i, &b)) continue;
+            sala__item_at(&c, &host, i, &h);
+            sala__gpu_place p = sala__gpu_place_of(&h, &host);
+            four_same_item(&a, &b, &p);
+        }
+        sala__weights_free(&none, &made);
+    }
+    sala__weights_free(&none, &moved);
+    sala__weights_free(&none, &host);
+    sala__config_free(&none, &c);
+    device_close();
+}
+
+static void four_upload(void) {
+    four_upload_as("nvfp4-head", 0);
+    four_upload_as("int4", 0);
+    four_upload_as("nvfp4", 1);
+}
+
+// Bits a 4-bit weight takes on the device, all included, at the released geometry; and how much of it is
+// padding in sala-tiny's.
+static void four_bits(void) {
+    static const sala__env none = {NULL, NULL, NULL, NULL};
+    static const char *const paths[] = {"bench/configs/minicpm-sala-9b.json",
+                                        "models/sala-tiny/config.json"};
+    for (int i = 0; i < 4; i++) {
+        sala__config c;
+        sala__weights w;
+        sala__item item;
+        sala_error err;
+        sala_options o;
+        memset(&o, 0, sizeof o);
+        o.weights = i / 2 ? "int4" : "nvfp4";
+        if (sala__config_read(&none, paths[i % 2], &c, &err) < 0 ||
+            sala__synthetic_plan(&none, &c, &w, &o, &err) < 0)
+            device_must(-1, &err);
+        int64_t bytes = 0, count = 0, padding = 0;
+        for (int j = 0; j < sala__item_count(&c); j++) {
+            if (!sala__item_at(&c, &w, j, &item) || !item.weight->group) continue;
+            sala__gpu_place p = sala__gpu_place_of(&item, &w);
+            bytes += p.bytes;
+            count += (int64_t)item.n * item.k;
+            padding += sala__padded(item.n) - item.n;
+        }
+        double bits = 8.0 * (double)bytes / (double)count;
+        printf("      %s, %s: %.3f bits a weight, %lld rows of padding\n", paths[i % 2], o.weights,
+               bits, (long long)padding);
+        CHECK(bits <= (i % 2 ? 4.65 : 4.52) && padding == 0, "%g bits", bits);
+        sala__weights_free(&none, &w);
+        sala__config_free(&none, &c);
+    }
+}
+
 #define FOUR_TESTS                                                                                 \
     TEST(four_pack_unpack), TEST(four_all_codes), TEST(four_fill), TEST(four_prefill_plain),       \
-        TEST(four_prefill_chunks)
+        TEST(four_prefill_chunks), TEST(four_upload), TEST(four_bits)

@@ -289,6 +289,56 @@ static void test_memory_plan(void) {
     session_close(&holds);
 }
 
+// ---- 4-bit weights ----
+
+// Random weights of sala-tiny's shape: against the CPU, and the same bits in other chunks and company.
+static void four_bits(const char *kind, int promises) {
+    int32_t tokens[200];
+    check_seed = 61;
+    random_tokens(tokens, 200, 2000);
+    const int prompt = 100, more = 4;
+    sala_options o = cuda_options(promises ? 2 : 1, 64);
+    o.synthetic = 1;
+    o.weights = kind;
+    o.prefill = "w4a16";
+    o.chunk = 64;
+    session t = session_open(SALA_TINY "/config.json", &o);
+    CHECK(strcmp(t.info.prefill, "W4A16") == 0, "%s", t.info.prefill);
+    CHECK(t.info.unpack_bytes == (int64_t)2 * 768 * 256 * 2, "%lld bytes to unpack",
+          (long long)t.info.unpack_bytes);
+    sala_request r = request_of(tokens, prompt, more), beside = request_of(tokens + 150, 9, more);
+    request_force(&r, tokens + prompt, more);
+    r.want_rows = SALA_ROWS_GENERATED;
+    if (promises) session_ask(&t, &beside);
+    int first = session_ask(&t, &r);
+    session_run(&t);
+    for (int other = 0; other < 2; other++) { // on the CPU, and alone in one chunk
+        if (other && !promises) continue;
+        o.max_sequences = 1;
+        o.chunk = 512;
+        o.device = other ? cuda_name() : "cpu";
+        session s = session_open(SALA_TINY "/config.json", &o);
+        outcome *b = session_do(&s, &r), *a = &t.out[first];
+        size_t vocab = (size_t)s.info.vocab;
+        for (int p = prompt; p < prompt + more - 1 && !other; p++) {
+            double d =
+                relative(a->logits + (size_t)p * vocab, b->logits + (size_t)p * vocab, vocab);
+            CHECK(d < 0.05, "%s, position %d: |GPU - CPU| / |CPU| is %g", kind, p, d);
+        }
+        if (other) CHECK(same_choices(a, b), "%s: other tokens", kind);
+        if (other)
+            CHECK(first_difference(&s, a, b, prompt, prompt + more - 1) < 0, "%s: other bits",
+                  kind);
+        session_close(&s);
+    }
+    session_close(&t);
+}
+
+static void test_four_bits(void) {
+    four_bits("nvfp4", 1);
+    four_bits("int4", 0);
+}
+
 // Pages whose elements lie beyond 2^31 in their pools hold the same numbers as others: only on a
 // GPU, where there is memory for them (30 GB).
 static void test_far_pages(void) {
@@ -448,6 +498,7 @@ int main(int argc, char **argv) {
                                         TEST(test_graphs_change_nothing),
                                         TEST(test_continued_sequence),
                                         TEST(test_memory_plan),
+                                        TEST(test_four_bits),
                                         TEST(test_sampling),
                                         TEST(test_logprobs_and_force),
                                         TEST(test_two_engines),
