@@ -84,6 +84,44 @@ static void test_open_errors(void) {
     sala_close(NULL);
 }
 
+// Options of 4-bit weights, and what is said of them.
+static void test_four_bit_options(void) {
+    static const struct {
+        int synthetic;
+        const char *weights, *prefill, *says; // the prefill, or part of an error
+    } cases[] = {{1, NULL, NULL, "BF16"},
+                 {1, "bf16", "w4a16", "BF16"},
+                 {1, "nvfp4", NULL, "W4A16"}, // a CPU's own choice
+                 {1, "nvfp4-head", "w4a4", "W4A4"},
+                 {1, "int4", "auto", "W4A16"},
+                 {1, "int4", "w4a4", "no linear layer of this model is NVFP4"},
+                 {1, "bf16", "w4a4", "prefill w4a4"},
+                 {0, NULL, "w4a4", "prefill w4a4"},
+                 {0, "nvfp4", NULL, "weights (nvfp4) is for synthetic models"},
+                 {1, "fp8", NULL, "weights is \"fp8\""},
+                 {1, "nvfp4", "fast", "prefill is \"fast\""}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        sala_options o = tiny_options();
+        sala_error err;
+        sala_info info;
+        o.synthetic = cases[i].synthetic;
+        o.weights = cases[i].weights;
+        o.prefill = cases[i].prefill;
+        sala *s = sala_open(o.synthetic ? TINY_CONFIG : TINY, &o, &err);
+        if (s) sala_get_info(s, &info);
+        CHECK(strstr(s ? info.prefill : err.text, cases[i].says), "case %d: %s", (int)i,
+              s ? info.prefill : err.text);
+        if (s) sala_close(s);
+    }
+    sala_options o = tiny_options();
+    sala_error err;
+    o.synthetic = 1;
+    o.weights = "nvfp4-head";
+    CHECK(!sala_open("tests/data/vectors/plain/config.json", &o, &err) &&
+              strstr(err.text, "tie_word_embeddings"),
+          "%s", err.text);
+}
+
 static void test_settings_by_name(void) {
     sala_options o;
     sala_request r;
@@ -422,6 +460,8 @@ static void *failing_allocate(void *user, void *pointer, size_t size) {
 enum { SHORT_TOKENS = 6 };
 
 // Open, one short request, close. Returns the tokens that came (as many as position says); *code the first error.
+static const char *short_weights; // of a synthetic model
+
 static int short_life(const char *path, int synthetic, allocator *a, int32_t *tokens, int *code) {
     static const int32_t prompt[] = {5, 6, 7, 8, 9, 10, 11, 12, 13, 14};
     static const char *const stop[] = {"zebra", "quagga"};
@@ -431,6 +471,7 @@ static int short_life(const char *path, int synthetic, allocator *a, int32_t *to
     sala_event ev;
     int came = 0, errors = 0, steps = 0;
     o.synthetic = synthetic;
+    o.weights = synthetic ? short_weights : NULL;
     o.hooks.user = a;
     o.hooks.allocate = failing_allocate;
     o.max_sequences = 2;
@@ -500,6 +541,9 @@ static void fail_everywhere(const char *path, int synthetic, int forever) {
 static void test_out_of_memory_synthetic(void) {
     fail_everywhere(TINY_CONFIG, 1, 0);
     fail_everywhere(TINY_CONFIG, 1, 1);
+    short_weights = "nvfp4-head"; // has alphas beside
+    fail_everywhere(TINY_CONFIG, 1, 0);
+    short_weights = NULL;
 }
 
 static void test_out_of_memory_files(void) {
@@ -547,8 +591,8 @@ static void test_two_engines(void) {
     for (int i = 0; i < 4; i++) session_close(&life[i].t);
 }
 
-TEST_MAIN(TEST(test_open_errors), TEST(test_settings_by_name), TEST(test_plan),
-          TEST(test_request_errors), TEST(test_sequence_errors),
+TEST_MAIN(TEST(test_open_errors), TEST(test_four_bit_options), TEST(test_settings_by_name),
+          TEST(test_plan), TEST(test_request_errors), TEST(test_sequence_errors),
           TEST(test_success_clears_the_error), TEST(test_without_tokenizer), TEST(test_text_calls),
           TEST(test_hooks), TEST(test_out_of_memory_synthetic), TEST(test_out_of_memory_files),
           TEST(test_two_engines))

@@ -278,7 +278,9 @@ static int load(const sala__config *c, sala_error *err) {
 
 static int synthetic_weights(const sala__config *c, uint64_t seed, sala__weights *w,
                              sala_error *err) {
-    int code = sala__weights_allocate(&env, c, w, err);
+    sala_options o;
+    memset(&o, 0, sizeof o);
+    int code = sala__weights_allocate(&env, c, w, &o, err);
     if (code == 0) sala__weights_fill(c, w, seed, 0, 1);
     return code;
 }
@@ -1427,7 +1429,9 @@ static void synthetic_model(void) {
     sala__item ia, ib;
     config_load(project("tests/data/vectors/tiny/config.json"), &c);
     CHECK(synthetic_weights(&c, 9, &a, &err) == 0, "%s", err.text);
-    CHECK(sala__weights_allocate(&env, &c, &b, &err) == 0, "%s", err.text);
+    sala_options o;
+    memset(&o, 0, sizeof o);
+    CHECK(sala__weights_allocate(&env, &c, &b, &o, &err) == 0, "%s", err.text);
     for (int part = 2; part >= 0; part--) sala__weights_fill(&c, &b, 9, part, 3);
     CHECK(a.parameters == 212160 && a.bytes == 424320 && a.decode_bytes == 409728 && a.owned,
           "%lld", (long long)a.bytes);
