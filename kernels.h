@@ -604,7 +604,7 @@ SALA_FN int32_t sala_packed_pair(int32_t n, int32_t is_up) { // row of the pair 
 // then their scales, so that one stretch of memory feeds a stage. A lane's 16 bytes of a 16 x 64 tile
 // are four words of eight codes, k 8c .. 8c+7 of: row g and g + 8 of the first 32 k, then of the second.
 // These are the words a0 .. a3 of the FP4 mma.m16n8k64. The order of the eight in a word is that of
-// sala_nibble. alpha is an array beside it, padded as the rows are; of a pair, in the pair's order.
+// sala_code_bits. alpha is an array beside it, padded as the rows are; of a pair, in the pair's order.
 #define SALA_BLOCK4 2304
 #define SALA_BLOCK4_BIAS 2560 // INT4 with groups of 32 and zeros
 SALA_FN int64_t sala_packed4(int32_t n, int32_t k, int32_t rows,
@@ -614,25 +614,42 @@ SALA_FN int64_t sala_packed4(int32_t n, int32_t k, int32_t rows,
     return stage * block + (n >> 4 & 3) * 512 + lane * 16 + (k >> 5 & 1) * 8 + (n >> 3 & 1) * 4;
 }
 
-// Lowest bit of code i (k & 7) in its word.
-SALA_FN int32_t sala_nibble(int32_t i) {
-    return i * 4;
+// Where the bits of a code lie in its word is ours to choose. Native: as the FP4 MMA wants them, where
+// there is one. Spread: in every half of a word, shifts bring three codes one after the other to where
+// a BF16 has its sign (bit 15), the end of its exponent and the start of its mantissa (8, 7, 6); the
+// fourth gets what is left, halves changed. Halves: INT4, even k in the low half.
+enum { SALA_NATIVE, SALA_SPREAD, SALA_HALVES };
+SALA_FN int32_t sala_code_order(int32_t format, int32_t major) { // major: of compute capability
+    return format == SALA_INT4 ? SALA_HALVES : major >= 12 ? SALA_NATIVE : SALA_SPREAD;
+}
+
+// The bits of code i (k & 7) in its word.
+SALA_FN uint32_t sala_code_bits(int32_t order, int32_t i, uint32_t code) {
+    if (order == SALA_NATIVE) return code << i * 4;
+    if (order == SALA_HALVES) return code << (i >> 1) * 4 << (i & 1) * 16;
+    uint32_t sign = code >> 3, low = code & 7;
+    if (i < 6) return (sign << 15 | low << 6) >> (i >> 1) * 3 << (i & 1) * 16;
+    // 8, 13 and 18 to the left, into the other half: 14 -> 6, 10, 11 -> 7, 8, 13 -> 15
+    return (sign << 13 | (low & 1) << 14 | (low & 6) << 9) << (i & 1 ? 0 : 16);
 }
 
 // Eight codes in this order from their order in a file (code i in bits 4i .. 4i+3), and back.
-SALA_FN uint32_t sala_nibbles_in(uint32_t codes) {
+SALA_FN uint32_t sala_nibbles_in(int32_t order, uint32_t codes) {
     uint32_t word = 0;
-    for (int32_t i = 0; i < 8; i++) word |= (codes >> i * 4 & 15u) << sala_nibble(i);
+    for (int32_t i = 0; i < 8; i++) word |= sala_code_bits(order, i, codes >> i * 4 & 15);
     return word;
 }
 
-SALA_FN uint32_t sala_nibbles_out(uint32_t word) {
+SALA_FN uint32_t sala_nibbles_out(int32_t order, uint32_t word) {
     uint32_t codes = 0;
-    for (int32_t i = 0; i < 8; i++) codes |= (word >> sala_nibble(i) & 15u) << i * 4;
+    for (int32_t i = 0; i < 8; i++)
+        for (uint32_t bit = 1; bit < 16; bit *= 2)
+            if (word & sala_code_bits(order, i, bit)) codes |= bit << i * 4;
     return codes;
 }
 
-// Bytes of a block; the codes of a group of `zeros` are not all 8.
+// Bytes of a block; the codes of a group of `zeros` are not all 8. (A GPU's sala_weight has a `zero`
+// other than NULL only to say that.)
 SALA_FN int32_t sala_block4(int32_t format, int32_t group, int32_t zeros) {
     return format == SALA_INT4 && group == 32 && zeros ? SALA_BLOCK4_BIAS : SALA_BLOCK4;
 }

@@ -162,6 +162,7 @@ SALA_DEVICE void sala_await(const int *counter, int target) {
 #endif
 
 constexpr sala_dims MODEL = {SALA_DIMS};
+#define SALA_MAJOR (__CUDA_ARCH__ / 100) // of compute capability
 
 // Is a kernel of this unit wanted? (see SALA_KERNELS)
 #ifdef SALA_TRACE
@@ -522,8 +523,8 @@ SALA_DEVICE void sala_gemm_store(const sala_product_args *a, const sala_gemm_ite
         for (int i = 0; i < 8; i++) { // of each tile: rows of x vary first, then weight rows
             int wr = at->tile * 64 + column + i / 4 * 16 + (i & 2) * 4; // TEMP
             const sala_weight *tw = &a->gemm.w[at->weight];
-            float alpha = tw->alpha && wr < tw->n << (a->kind == SALA_PRODUCT_SWIGLU)
-                              ? tw->alpha[wr] : 1.0f;
+            float alpha =
+                tw->alpha && wr < tw->n << (a->kind == SALA_PRODUCT_SWIGLU) ? tw->alpha[wr] : 1.0f;
             result[sala_gemm_place(row + group * 8 + (i & 1), column + i / 4 * 16 + (i & 2) * 4)] =
                 sum[group][i / 4][i & 3] * alpha;
         }
@@ -597,7 +598,7 @@ SALA_DEVICE void sala_gemm_run(const sala_product_args *a) {
     sala_gemm_feed feed = first;
     int half = (int)threadIdx.x >> 5 & 1, slot = 0;
 #pragma unroll 1
-    for (int i = 0;; i++) { // weights first, without waiting; then x
+    for (int i = 0;; i++) {           // weights first, without waiting; then x
         if (i == 0) sala_wait_grid(); // TEMP
         if (i == SALA_GEMM_AHEAD) feed = first;
         sala_gemm_next(a, &feed);
@@ -3885,11 +3886,12 @@ SALA_DEVICE sala_row4 sala_fill_row4(const sala_fill4_args *a, int32_t row, int3
     return r;
 }
 
-SALA_DEVICE void sala_store_row4(uint8_t *block, int32_t bytes, int32_t row, sala_row4 r) {
-    int32_t c = (int)threadIdx.x & 3;
+SALA_DEVICE void sala_store_row4(int32_t format, uint8_t *block, int32_t bytes, int32_t row,
+                                 sala_row4 r) {
+    int32_t c = (int)threadIdx.x & 3, order = sala_code_order(format, SALA_MAJOR);
     uint32_t *codes = (uint32_t *)(block + sala_packed4(row & 63, c * 8, 64, 0));
-    codes[0] = sala_nibbles_in(r.codes[0]);
-    codes[2] = sala_nibbles_in(r.codes[1]);
+    codes[0] = sala_nibbles_in(order, r.codes[0]);
+    codes[2] = sala_nibbles_in(order, r.codes[1]);
     if (c) return;
     uint32_t *scale = (uint32_t *)(block + sala_scale_word(row & 63));
     scale[0] = r.scale;
@@ -3911,7 +3913,8 @@ SALA_DEVICE void sala_place4(const sala_pack4_args *pack, const sala_fill4_args 
         sala_row4 r = row >= end ? sala_pad4(format, group)
                       : pack     ? sala_load_row4(pack, row - first, stage * 64)
                                  : sala_fill_row4(fill, row, stage * 64);
-        sala_store_row4(to + ((int64_t)stage * tiles + (there >> 6)) * bytes, bytes, there, r);
+        sala_store_row4(format, to + ((int64_t)stage * tiles + (there >> 6)) * bytes, bytes, there,
+                        r);
     }
 }
 
@@ -3933,20 +3936,35 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     sala_place4(nullptr, &a, a.to, 0, a.n, a.n, a.k, a.pair, a.format, a.group, a.block);
 }
 
+// Eight codes of a word as pairs of BF16 (see sala_code_bits), k 0 and 1, 2 and 3 ...: NVFP4's times
+// 2^-126, INT4's plus 128.
+SALA_DEVICE void sala_spread4(int32_t format, uint32_t word, uint32_t pair[4]) {
+    const uint32_t mask = 0x81C081C0u;
+    uint64_t last = (uint64_t)(word & 0x6C006C00u) * 0x42100u; // 8, 13 and 18 to the left
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if (format == SALA_INT4) {
+            pair[i] = (word >> 4 * i & 0x000F000Fu) | 0x43004300u;
+        } else if (sala_code_order(format, SALA_MAJOR) == SALA_NATIVE) {
+            uint32_t two = (word >> i * 8 & 0xFu) | (word >> i * 8 & 0xF0u) << 12;
+            pair[i] = (two & 0x00080008u) << 12 | (two & 0x00070007u) << 6;
+        } else {
+            uint32_t turned = ((uint32_t)(last >> 32) & 0xFFFFu) | ((uint32_t)last & 0xFFFF0000u);
+            pair[i] = (i < 3 ? word << 3 * i : turned) & mask;
+        }
+    }
+}
+
 // Eight numbers as pairs of BF16, exactly, from their codes and the scale (and bias) of both halves.
 // A product is exact or rounded once; adding -0 keeps the sign of a zero.
 SALA_DEVICE void sala_widen4(int32_t format, uint32_t word, uint32_t scale, uint32_t bias,
                              uint32_t out[4]) {
-    uint32_t codes = sala_nibbles_out(word);
+    sala_spread4(format, word, out);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        uint32_t pair = (codes >> i * 8 & 0xFu) | (codes >> i * 8 & 0xF0u) << 12;
-        if (format == SALA_NVFP4) // E2M1 read as BF16 is 2^-126 of it
-            pair = sala_fma2((pair & 0x00080008u) << 12 | (pair & 0x00070007u) << 6, 0x7E807E80u,
-                             0x80008000u);
-        else // 128 + code, minus 128 + zero
-            pair = sala_fma2(pair | 0x43004300u, 0x3F803F80u, bias);
-        out[i] = sala_fma2(pair, scale, 0x80008000u);
+        uint32_t by = format == SALA_NVFP4 ? 0x7E807E80u : 0x3F803F80u; // 2^126, 1
+        out[i] = sala_fma2(out[i], by, format == SALA_NVFP4 ? 0x80008000u : bias);
+        out[i] = sala_fma2(out[i], scale, 0x80008000u);
     }
 }
 

@@ -59,6 +59,7 @@ static void four_free(const sala_weight *w) {
 static uint8_t *four_expected(const sala_weight *w, const sala_weight *up, int block,
                               size_t *bytes) {
     int rows = up ? 2 * w->n : w->n, padded = (rows + 63) / 64 * 64, k = w->k;
+    int order = sala_code_order(w->format, gpu->cuda.major);
     *bytes = (size_t)(padded / 64) * (size_t)(k / 64) * (size_t)block;
     uint8_t *to = (uint8_t *)calloc(1, *bytes);
     for (int row = 0; row < padded; row++) {
@@ -69,7 +70,7 @@ static uint8_t *four_expected(const sala_weight *w, const sala_weight *up, int b
             uint32_t code = w->format == SALA_INT4 ? 8 : 0;
             if (exists) code = ((const uint8_t *)from->data)[at / 2] >> at % 2 * 4 & 15;
             uint32_t *word = (uint32_t *)(void *)(to + sala_packed4(row, i, rows, block));
-            *word |= code << sala_nibble(i & 7);
+            *word |= sala_code_bits(order, i & 7, code);
         }
         for (int i = 0; i < k; i += 64) {
             uint8_t *stage =
