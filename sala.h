@@ -7305,7 +7305,7 @@ typedef struct sala__gpu_place {
     int layout;                   // 0 a vector, 1 a matrix, 2 and 3 the two of a pair
     int32_t format, group, block; // SALA_BF16, or 4 bits: see sala_packed4
     int64_t rows;                 // of the matrix or the pair, padding included
-    int64_t data, bytes;          // of the numbers; with alpha. 0 for 3: they lie with 2
+    int64_t data, bytes;          // of the numbers; and with alpha, a multiple of 256. 0 for 3
 } sala__gpu_place;
 
 // gate and up share blocks where both are 4-bit alike; otherwise both become BF16.
@@ -7324,6 +7324,7 @@ static sala__gpu_place sala__gpu_place_of(const sala__item *item, sala__weights 
     if (p.layout == 3) return p;
     p.data = p.bytes = p.block ? p.rows / 64 * (item->k / 64) * p.block : p.rows * item->k * 2;
     if (p.block) p.bytes += p.rows * 4;
+    p.bytes = (p.bytes + 255) / 256 * 256;
     return p;
 }
 
@@ -7470,24 +7471,27 @@ static void sala__gpu_move_data(sala__gpu *g, const sala_weight *host, const sal
     }
 }
 
-// All weights to the device: w becomes a copy of `from` whose data lies there.
+// All weights to the device: w becomes a copy of `from` whose data lies there, in one allocation: a
+// driver rounds each up to 2 MiB.
 static int sala__gpu_move(sala__gpu *g, const sala__config *c, sala__weights *from,
                           const sala_options *o, void *slab, sala__weights *w, sala_error *err) {
     sala__item host, item;
     sala_error *e = &g->error;
     int count = sala__item_count(c);
+    char *at = (char *)sala__gpu_take(g, (size_t)sala__gpu_weights_total(c, from), "weights", e);
     for (int i = 0; i < count && !e->code; i++) {
         if (!sala__item_at(c, w, i, &item) || !sala__item_at(c, from, i, &host)) continue;
         sala__gpu_place p = sala__gpu_place_of(&host, from);
         sala_weight *to = item.weight;
         const sala_weight *gate = p.layout == 3 ? sala__gate_of(&item, w) : NULL;
         if (gate) *to = *gate;
-        if (!gate) to->data = sala__gpu_take(g, (size_t)p.bytes, item.name, e);
+        if (!gate) to->data = at;
+        at += p.bytes;
         to->format = p.format;
         to->group = p.group;
         if (p.block == SALA_BLOCK4_BIAS) to->zero = (const uint8_t *)to->data;
         if (p.block) to->input_scale = host.weight->input_scale;
-        if (p.block && !gate && to->data) {
+        if (p.block && !gate) {
             const sala_weight *up = p.layout == 2 ? &from->layers[host.layer].mlp_up : NULL;
             to->alpha = (const float *)(const void *)((const char *)to->data + p.data);
             sala__gpu_upload_alpha(g, host.weight, up, (void *)(uintptr_t)to->alpha, p.rows);
@@ -7499,8 +7503,7 @@ static int sala__gpu_move(sala__gpu *g, const sala__config *c, sala__weights *fr
         sala_fill_args fill = {(uint16_t *)(uintptr_t)to->data, 0, 0, 0, item.n, item.k, p.layout};
         sala__synthetic_shape(c, w, &item, o->synthetic_seed, i, &fill.seed, &fill.scale,
                               &fill.offset);
-        if (to->data && !e->code)
-            sala__gpu_move_data(g, host.weight, &p, &fill, o->synthetic, slab);
+        if (!e->code) sala__gpu_move_data(g, host.weight, &p, &fill, o->synthetic, slab);
         sala__progress(&g->cuda.env, "weights to the GPU", 0.7 + 0.3 * i / count);
     }
     if (!e->code) sala__cuda_wait(&g->cuda, e);
