@@ -60,6 +60,18 @@ int main(void) {
         j.p.rows = rows, j.p.x = x, j.p.count = 4; for (int i = 0; i < 4; i++) { j.p.w[i] = w, j.p.w[i].n = 4096; j.p.y[i] = y; }
         t = seconds(go_gemm, &j, 4); printf("qkvz %d rows, %s: %.1f us, %.0f TFLOP/s\n", rows, four ? "bf16 with alpha" : "bf16", t * 1e6, 8.0 * rows * 4096 * 4096 / t * 1e-12);
     }
+    { // slabs
+        int n = 73448, k = 4096; size_t bytes = (size_t)(n + 63) / 64 * 64 * 2304;
+        sala_weight w = sala_plain_weight(malloc((size_t)n * k / 2), SALA_NVFP4, n, k);
+        w.scale = malloc((size_t)n * k / 16); w.group = 16;
+        sala__synthetic_fill4(&w, 0, n, 5);
+        sala__gpu_place p = {1, SALA_NVFP4, 16, 2304, (n + 63) / 64 * 64, (int64_t)bytes, 0};
+        void *slab = on_device(NULL, SALA__SLAB); uint8_t *a = on_device(NULL, bytes), *b = on_device(NULL, bytes);
+        sala__gpu_upload4(gpu, &w, slab, a, &p);
+        sala_fill4_args f = {b, 5, SALA_NVFP4, 16, 2304, n, k, 0}; sala__launch_fill4(gpu, &f); device_sync();
+        char *x = malloc(bytes), *y = malloc(bytes); from_device(x, a, bytes); from_device(y, b, bytes);
+        printf("slabs: %s\n", memcmp(x, y, bytes) ? "DIFFER" : "same");
+    }
     device_close();
     return 0;
 }

@@ -183,7 +183,7 @@ static void four_pack_case(const four_kind *kind, int n, int k, int pair, int st
     four_free(&w), four_free(&up), free(want);
 }
 
-static void four_pack_unpack(void) {
+static void prefill_four_pack_unpack(void) {
     four_begin(1);
     for (int i = 0; i < FOUR_KINDS; i++) {
         const four_kind *kind = &four_kinds[i];
@@ -198,7 +198,7 @@ static void four_pack_unpack(void) {
 }
 
 // Every code with every scale of NVFP4, and every code with every zero of INT4.
-static void four_all_codes(void) {
+static void prefill_four_all_codes(void) {
     four_begin(1);
     for (int kind = 0; kind < 3; kind += 2) {
         sala_weight w = four_weight(&four_kinds[kind], 127, 64, 1);
@@ -254,7 +254,7 @@ static void four_fill_case(int format, int group, int n, int k, int pair) {
     four_free(&w[0]), four_free(&w[1]), free(want);
 }
 
-static void four_fill(void) {
+static void prefill_four_fill(void) {
     four_begin(1);
     for (int pair = 0; pair < 2; pair++) {
         four_fill_case(SALA_NVFP4, 16, 72, 192, pair);
@@ -323,7 +323,7 @@ static void four_plain_case(int rows, int k) {
     free(x);
 }
 
-static void four_prefill_plain(void) {
+static void prefill_four_plain(void) {
     four_begin(1);
     for (int shape = 0; shape <= SALA__PREFILL_SHAPE_COUNT; shape++) {
         gpu->shape = shape;
@@ -342,7 +342,7 @@ static void four_rows(int kind, const sala_act *x, const sala_weight *w, int fro
 
 // SwiGLU and the residual in every shape of tiles: one row of 4-bit numbers must give what the same numbers
 // give in FP32 with alpha on the CPU; and the same bits for every cut into chunks.
-static void four_prefill_chunks(void) {
+static void prefill_four_chunks(void) {
     enum { ROWS = PREFILL_GEMM_ROWS, N = PREFILL_GEMM_N, K = PREFILL_GEMM_K, COUNT = ROWS * N };
     static const int cuts[][4] = {{0, 200, 0, 0}, {0, 64, 200, 0}, {0, 128, 192, 200}};
     four_begin(1);
@@ -469,7 +469,7 @@ static void four_upload_as(const char *kind, int mixed) {
     device_close();
 }
 
-static void four_upload(void) {
+static void prefill_four_upload(void) {
     four_upload_as("nvfp4-head", 0);
     four_upload_as("int4", 0);
     four_upload_as("nvfp4", 1);
@@ -477,7 +477,7 @@ static void four_upload(void) {
 
 // Bits a 4-bit weight takes on the device, all included, at the released geometry; and how much of it is
 // padding in sala-tiny's.
-static void four_bits(void) {
+static void prefill_four_bits(void) {
     static const sala__env none = {NULL, NULL, NULL, NULL};
     static const char *const paths[] = {"bench/configs/minicpm-sala-9b.json",
                                         "models/sala-tiny/config.json"};
@@ -510,5 +510,6 @@ static void four_bits(void) {
 }
 
 #define FOUR_TESTS                                                                                 \
-    TEST(four_pack_unpack), TEST(four_all_codes), TEST(four_fill), TEST(four_prefill_plain),       \
-        TEST(four_prefill_chunks), TEST(four_upload), TEST(four_bits)
+    TEST(prefill_four_pack_unpack), TEST(prefill_four_all_codes), TEST(prefill_four_fill),         \
+        TEST(prefill_four_plain), TEST(prefill_four_chunks), TEST(prefill_four_upload),            \
+        TEST(prefill_four_bits)
