@@ -606,6 +606,7 @@ static void info_print(const sala_info *i, const char *path) {
     printf("%-28s %s\n", "device", i->device);
     if (i->weight_format) printf("%-28s %s\n", "weight format", i->weight_format);
     printf("%-28s %s\n", "prefill", i->prefill);
+    if (i->weight_kinds) printf("%-28s %s\n", "weights", i->weight_kinds);
     if (i->chat_template) printf("%-28s %s\n", "chat template", i->chat_template);
     printf("%-28s %.2f\n", "bits per weight", i->bits_per_weight);
     for (int k = 0; i->eos && k < i->eos_count; k++)
@@ -635,6 +636,7 @@ static void info_json(const sala_info *i, const char *path) {
     info_json_word("device", i->device);
     info_json_word("weight_format", i->weight_format);
     info_json_word("prefill", i->prefill);
+    info_json_word("weight_kinds", i->weight_kinds);
     info_json_word("chat_template", i->chat_template);
     for (int r = 0; r < n; r++)
         if (rows[r].key) printf("\"%s\": %lld, ", rows[r].key, (long long)rows[r].value);

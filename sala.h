@@ -330,8 +330,9 @@ SALA_API int sala_next_event(sala *engine, sala_event *event);
 typedef struct sala_info {
     char device[320];          // "CPU, 2 threads, AVX-512", "cuda:0, NVIDIA H200, ..."
     const char *path;          // as opened
-    const char *weight_format; // "BF16"
-    char prefill[24]; // its linear layers: "BF16"; of 4-bit weights "W4A16" (activations in
+    const char *weight_format; // of the linear layers and, if another, the head: "NVFP4, BF16 head"
+    const char *weight_kinds; // "attention NVFP4, MLP NVFP4, head BF16, embedding BF16, norms BF16"
+    char prefill[24]; // of the linear layers: "BF16"; of 4-bit weights "W4A16" (activations in
                       // BF16, as in decoding) or "W4A4"; "W4A4, emulated"
     const char *chat_template; // "chatml" or "none"
     int vocab, hidden, layers, sparse_layers, lightning_layers, heads, kv_heads, head_dim;
@@ -1396,8 +1397,21 @@ static int sala__checkpoint_open(const sala__env *env, const char *folder, sala_
 #define SALA__CONFIG_LIMIT (4 << 20) // bytes
 #define SALA__MAX_EOS 64
 
+// How linear layers may be stored (nvfp4.md 4): see sala__bind_item.
+enum { SALA__PLAIN = 1, SALA__GPTQ, SALA__COMPRESSED, SALA__MODELOPT };
+
+// What configuration files say about that. The tensors decide; this is checked against them, and
+// has what GPTQ's tensors do not tell.
+typedef struct sala__scheme {
+    int32_t kind;        // SALA__GPTQ ..; 0: nothing is said
+    int32_t group;       // GPTQ: k that share a scale, -1: all
+    int32_t zero_offset; // GPTQ: zero points are stored less this
+    int32_t symmetric;   // GPTQ: all zero points are 8
+} sala__scheme;
+
 typedef struct sala__config {
     sala_dims dims;
+    sala__scheme scheme;
     int32_t *sparse;  // [layers] 1: minicpm4, 0: lightning
     int32_t bos, pad; // -1: none
     int32_t *eos;     // [eos_count], room for SALA__MAX_EOS
@@ -1406,11 +1420,99 @@ typedef struct sala__config {
     int64_t max_positions; // what the model was made for; nothing is sized by it
 } sala__config;
 
+// The same fields, one object deeper. The caller hands its error on: f->code = inner.code.
+static sala__fields sala__fields_inside(const sala__fields *f, int object, const char *prefix) {
+    sala__fields inner = *f;
+    inner.object = object;
+    inner.prefix = prefix;
+    if (sala__json_at(f->json, object)->type != SALA__OBJECT && f->code == 0)
+        sala__fields_fail(&inner, "%.*s is no object", (int)strlen(prefix) - 1, prefix);
+    return inner;
+}
+
+// A field that, if it is there, must have one value.
+static void sala__field_fixed(sala__fields *f, const char *name, int value, const char *why) {
+    const sala__json_node *n = sala__json_at(f->json, sala__field(f, name));
+    if (n->type != SALA__NULL && !(n->is_integer && n->integer == value))
+        sala__field_refuse(f, name, why);
+}
+
+// The field is one of the words (separated by spaces), or missing.
+static void sala__field_word(sala__fields *f, const char *name, const char *words) {
+    const char *text = sala__json_text(f->json, sala__field(f, name));
+    const char *at = text && *text && !strchr(text, ' ') ? strstr(words, text) : NULL;
+    size_t size = at ? strlen(text) : 0;
+    int whole = at && (at == words || at[-1] == ' ') && (at[size] == 0 || at[size] == ' ');
+    if (!whole && !sala__field_null(f, name)) sala__field_refuse(f, name, words);
+}
+
+static void sala__scheme_gptq(sala__fields *f, sala__scheme *s) {
+    s->kind = SALA__GPTQ;
+    sala__field_fixed(f, "bits", 4, "4: other widths are not supported");
+    sala__field_word(f, "checkpoint_format", "gptq gptq_v2");
+    if (sala__field_bool(f, "is_marlin_format", 0))
+        sala__field_refuse(f, "is_marlin_format", "false: Marlin's own order is not supported");
+    const char *version = sala__json_text(f->json, sala__field(f, "checkpoint_format"));
+    s->zero_offset = !version || strcmp(version, "gptq") == 0;
+    s->group = sala__field_int_or_null(f, "group_size", 0, -1, 1 << 20);
+    s->symmetric = sala__field_bool(f, "sym", 0);
+}
+
+static void sala__scheme_compressed(sala__fields *f, sala__scheme *s) {
+    static const char formats[] = "nvfp4-pack-quantized mixed-precision";
+    const sala__json *j = f->json;
+    int groups = sala__field(f, "config_groups");
+    s->kind = SALA__COMPRESSED;
+    sala__field_word(f, "format", formats);
+    for (int n = sala__json_at(j, groups)->child; n >= 0; n = j->nodes[n].next) {
+        sala__fields g = sala__fields_inside(f, n, "quantization_config.config_groups.");
+        sala__field_word(&g, "format", formats);
+        int weights = sala__field(&g, "weights");
+        sala__fields w =
+            sala__fields_inside(&g, weights, "quantization_config.config_groups.weights.");
+        sala__field_fixed(&w, "num_bits", 4, "4: other widths are not supported");
+        sala__field_fixed(&w, "group_size", 16, "16, as NVFP4 has it");
+        sala__field_word(&w, "type", "float");
+        f->code = w.code;
+    }
+}
+
+static void sala__scheme_modelopt(sala__fields *f, sala__scheme *s) {
+    s->kind = SALA__MODELOPT;
+    sala__field_word(f, "quant_algo", "NVFP4 W4A16_NVFP4 MIXED_PRECISION");
+    sala__field_fixed(f, "group_size", 16, "16, as NVFP4 has it");
+}
+
+// f: at the object that describes the quantisation.
+static void sala__scheme_read(sala__fields *f, sala__scheme *s) {
+    sala__field_word(f, "quant_method", "gptq compressed-tensors modelopt modelopt_fp4");
+    const char *method = sala__json_text(f->json, sala__field(f, "quant_method"));
+    if (f->code < 0) return;
+    if (method ? strcmp(method, "gptq") == 0 : sala__field(f, "bits") >= 0)
+        sala__scheme_gptq(f, s);
+    else if (method ? method[0] == 'c' : sala__field(f, "config_groups") >= 0)
+        sala__scheme_compressed(f, s);
+    else if (method || sala__field(f, "quant_algo") >= 0)
+        sala__scheme_modelopt(f, s);
+    else
+        sala__field_refuse(f, "quant_method", "gptq, compressed-tensors or modelopt");
+}
+
+// In config.json: "quantization_config" or, in older files, "compression_config".
+static void sala__config_scheme(sala__fields *f, sala__scheme *s) {
+    static const char *const names[][2] = {{"quantization_config", "quantization_config."},
+                                           {"compression_config", "compression_config."}};
+    for (int i = 0; i < 2; i++) {
+        if (sala__field_null(f, names[i][0]) || s->kind) continue;
+        sala__fields q = sala__fields_inside(f, sala__field(f, names[i][0]), names[i][1]);
+        sala__scheme_read(&q, s);
+        f->code = q.code;
+    }
+}
+
 // Which model this is, and everything that is refused whatever the rest says.
 static void sala__config_refusals(sala__fields *f) {
     static const char *const must_be_null[][2] = {
-        {"quantization_config", "null: quantised checkpoints are not supported yet"},
-        {"compression_config", "null: quantised checkpoints are not supported yet"},
         {"rope_scaling", "null: scaled positions are not supported"},
         {"rope_parameters", "null: give the base as rope_theta"},
     };
@@ -1423,7 +1525,7 @@ static void sala__config_refusals(sala__fields *f) {
     if (list >= 0 && !sala__json_is(j, first, "MiniCPMSALAForCausalLM"))
         sala__fields_fail(f, "architectures names %s; this engine runs MiniCPMSALAForCausalLM",
                           sala__json_show(j, first, value));
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 2; i++)
         if (!sala__field_null(f, must_be_null[i][0]))
             sala__field_refuse(f, must_be_null[i][0], must_be_null[i][1]);
     if (sala__field_bool(f, "attention_bias", 0))
@@ -1584,6 +1686,7 @@ static int sala__config_parse(const sala__env *env, const sala__json *j, const c
     memset(c, 0, sizeof *c);
     if (j->nodes[0].type != SALA__OBJECT) sala__fields_fail(&f, "not a JSON object");
     sala__config_refusals(&f);
+    sala__config_scheme(&f, &c->scheme);
     sala__config_shape(&f, c);
     sala__config_scalars(&f, env, &c->dims);
     sala__config_sparse(&f, &c->dims);
@@ -1633,6 +1736,32 @@ static int sala__generation_config_read(const sala__env *env, const char *folder
     return f.code;
 }
 
+// What ModelOpt and GPTQ write beside config.json, where that says nothing of quantisation.
+static int sala__scheme_files_read(const sala__env *env, const char *folder, sala__config *c,
+                                   sala_error *err) {
+    static const char *const names[] = {"hf_quant_config.json", "quantize_config.json"};
+    int code = 0;
+    for (int i = 0; i < 2 && code == 0 && !c->scheme.kind; i++) {
+        char *path = sala__join(env, folder, names[i], err);
+        if (!path) return SALA_E_MEMORY;
+        sala__json j;
+        sala__fields f = {&j, 0, path, "", err, SALA_E_MODEL, 0};
+        if (sala__file_exists(path)) {
+            code = sala__json_file(env, path, SALA__CONFIG_LIMIT, &j, err);
+            if (code == 0) {
+                sala__fields q =
+                    sala__fields_inside(&f, i == 0 ? sala__field(&f, "quantization") : 0,
+                                        i == 0 ? "quantization." : "");
+                sala__scheme_read(&q, &c->scheme);
+                code = q.code;
+                sala__json_free(&j);
+            }
+        }
+        sala__release(env, path);
+    }
+    return code;
+}
+
 // The decay slope of each lightning head, the same in every layer (model.md 4.6): for a power of
 // two, 2^(-8(h+1)/heads); otherwise those of the next lower power p, then every other one of 2p.
 static void sala__slopes(int heads, float *out) { // out: [heads]
@@ -1661,6 +1790,7 @@ typedef struct sala__weights {
     int64_t decode_bytes; // of the linear layers and the head: read for each token
     void *owned;          // synthetic data or NULL
     float *alphas;        // of synthetic 4-bit weights, or NULL
+    void *blocks;         // what loading 4-bit weights took: a list, each begins with the next
 } sala__weights;
 
 // One tensor that the model needs.
@@ -1760,6 +1890,11 @@ static int64_t sala__weight_bytes(const sala_weight *w) { // scales, zeros and a
 }
 
 static void sala__weights_free(const sala__env *env, sala__weights *w) {
+    while (w->blocks) {
+        void *next = *(void **)w->blocks;
+        sala__release(env, w->blocks);
+        w->blocks = next;
+    }
     sala__release(env, w->layers);
     sala__release(env, w->owned);
     sala__release(env, w->alphas);
@@ -1800,6 +1935,80 @@ static int sala__weights_plan(const sala__env *env, const sala__config *c, sala_
     return 0;
 }
 
+// ---- linear layers as files store them ----
+// A linear layer X of n outputs and k inputs is one of four things, which its tensors tell
+// (nvfp4.md 4):
+//
+//   GPTQ      X.qweight I32 [k/8, n], X.qzeros I32 [groups, n/8], X.scales F16 or BF16 [groups, n],
+//             X.g_idx I32 [k] or none
+//   NVFP4 of  X.weight_packed U8 [n, k/2], X.weight_scale F8_E4M3 [n, k/16], X.weight_global_scale
+//   compressed-tensors  F32 and X.input_global_scale F32 or none: divisors
+//   ModelOpt  X.weight U8 [n, k/2], X.weight_scale F8_E4M3 [n, k/16], X.weight_scale_2 F32 and
+//             X.input_scale F32 or none: factors
+//   plain     X.weight BF16, F16 or F32 [n, k]
+//
+// X is the layer's own name or that of the whole into which an export fused it: qkv_proj has the
+// rows of q, k and v, gate_up_proj those of gate and up. A whole has its F32 scales once, once for
+// each part, or under the parts' own names; here they become one alpha for each row.
+typedef struct sala__source {
+    const sala__item *item;
+    int32_t kind; // SALA__PLAIN ..; 0: there is no such tensor
+    char base[96], own[96];
+    int32_t first, rows; // the item's first row in the whole, and the rows of that
+    int32_t part, parts; // its number among the fused, and how many they are
+} sala__source;
+
+static sala__tensor *sala__source_find(sala__checkpoint *ck, const char *base, const char *suffix) {
+    char name[160];
+    snprintf(name, sizeof name, "%s.%s", base, suffix);
+    return sala__checkpoint_find(ck, name);
+}
+
+static int32_t sala__source_kind(sala__checkpoint *ck, const char *base) {
+    if (sala__source_find(ck, base, "qweight")) return SALA__GPTQ;
+    if (sala__source_find(ck, base, "weight_packed")) return SALA__COMPRESSED;
+    const sala__tensor *t = sala__source_find(ck, base, "weight");
+    return !t ? 0 : strcmp(t->dtype, "U8") == 0 ? SALA__MODELOPT : SALA__PLAIN;
+}
+
+// Make s the whole that has the item as a part. 0: no export fuses such a layer.
+static int sala__source_fuse(sala__weights *w, sala__source *s) {
+    const sala__item *item = s->item;
+    if (item->layer < 0) return 0;
+    sala__layer *l = &w->layers[item->layer];
+    const sala_weight *const parts[2][3] = {{&l->q, &l->k, &l->v},
+                                            {&l->mlp_gate, &l->mlp_up, NULL}};
+    for (int set = 0; set < 2; set++) {
+        int32_t rows = 0, first = -1, part = 0, count = set == 0 ? 3 : 2;
+        for (int i = 0; i < count; i++) {
+            if (parts[set][i] == item->weight) first = rows, part = i;
+            rows += parts[set][i]->n;
+        }
+        if (first < 0) continue;
+        snprintf(s->base, sizeof s->base, "model.layers.%d.%s", item->layer,
+                 set == 0 ? "self_attn.qkv_proj" : "mlp.gate_up_proj");
+        s->first = first;
+        s->rows = rows;
+        s->part = part;
+        s->parts = count;
+        return 1;
+    }
+    return 0;
+}
+
+static void sala__source_of(sala__checkpoint *ck, sala__weights *w, const sala__item *item,
+                            sala__source *s) {
+    memset(s, 0, sizeof *s);
+    s->item = item;
+    snprintf(s->own, sizeof s->own, "%.*s", (int)(strlen(item->name) - strlen(".weight")),
+             item->name);
+    memcpy(s->base, s->own, sizeof s->base);
+    s->rows = item->n;
+    s->parts = 1;
+    s->kind = sala__source_kind(ck, s->base);
+    if (!s->kind && sala__source_fuse(w, s)) s->kind = sala__source_kind(ck, s->base);
+}
+
 static const char *sala__shape_text(const int64_t *shape, int rank, char out[192]) {
     int at = snprintf(out, 192, "[");
     for (int i = 0; i < rank; i++)
@@ -1808,27 +2017,349 @@ static const char *sala__shape_text(const int64_t *shape, int rank, char out[192
     return out;
 }
 
-static int sala__bind_one(const sala__item *item, sala__tensor *t, sala_error *err) {
+static int sala__shape_is(const sala__tensor *t, int64_t n, int64_t k, int rank) {
+    return t->rank == rank && t->shape[0] == n && (rank == 1 || t->shape[1] == k);
+}
+
+// Memory that lives as long as the weights do, with room for the link in front of it.
+static void *sala__weights_take(const sala__env *env, sala__weights *w, size_t bytes,
+                                const char *what, sala_error *err) {
+    char *p = (char *)sala__alloc(env, bytes + 64, 1, what, err);
+    if (!p) return NULL;
+    *(void **)p = w->blocks;
+    w->blocks = p;
+    return p + 64;
+}
+
+// What loading has at hand.
+typedef struct sala__binder {
+    const sala__env *env;
+    sala__checkpoint *ck;
+    const sala__config *c;
+    sala__weights *w;
+    sala_error *err;
+} sala__binder;
+
+// X.suffix, which must be there with one of the dtypes and this shape (k < 0: a vector).
+static sala__tensor *sala__companion(sala__binder *b, const sala__source *s, const char *suffix,
+                                     const char *dtypes, int64_t n, int64_t k) {
+    sala__tensor *t = sala__source_find(b->ck, s->base, suffix);
+    int64_t want[2] = {n, k};
+    char have[192], wanted[192];
+    if (!t) {
+        sala__fail(b->err, SALA_E_MODEL, "%s: tensor %s.%s is missing beside its other tensors",
+                   b->ck->folder, s->base, suffix);
+    } else if (!strstr(dtypes, t->dtype)) {
+        sala__fail(b->err, SALA_E_MODEL,
+                   "%s: tensor %s has dtype %s; expected %s: other schemes "
+                   "are not supported",
+                   t->file, t->name, t->dtype, dtypes);
+    } else if (!sala__shape_is(t, n, k, k < 0 ? 1 : 2)) {
+        sala__fail(b->err, SALA_E_MODEL,
+                   "%s: tensor %s has shape %s, expected %s for %d x %d weights", t->file, t->name,
+                   sala__shape_text(t->shape, t->rank, have),
+                   sala__shape_text(want, k < 0 ? 1 : 2, wanted), s->rows, s->item->k);
+    } else {
+        t->used = 1;
+        return t;
+    }
+    return NULL;
+}
+
+// An F32 scale of a whole tensor. Returns 1, 0: there is none, or an error.
+static int sala__global_scale(sala__binder *b, const sala__source *s, const char *suffix,
+                              int divisor, float *out) {
+    sala__tensor *t = sala__source_find(b->ck, s->base, suffix);
+    int32_t parts = t ? s->parts : 1;
+    float x = 0;
+    if (!t) t = sala__source_find(b->ck, s->own, suffix);
+    if (!t) return 0;
+    int64_t count = t->bytes / 4;
+    if (t->format != SALA_F32 || t->rank > 1 || (count != 1 && count != parts))
+        return sala__fail(b->err, SALA_E_MODEL,
+                          "%s: tensor %s is %s and %lld bytes; expected F32 "
+                          "and one value%s",
+                          t->file, t->name, t->dtype, (long long)t->bytes,
+                          parts > 1 ? " or one for each fused part" : "");
+    memcpy(&x, (const char *)t->data + (count > 1 ? 4 * s->part : 0), 4);
+    *out = divisor ? 1 / x : x;
+    if (!(x > 0) || !(x <= FLT_MAX) || !(*out <= FLT_MAX))
+        return sala__fail(b->err, SALA_E_MODEL, "%s: tensor %s is %g; expected a positive number",
+                          t->file, t->name, (double)x);
+    t->used = 1;
+    return 1;
+}
+
+// Both layouts of NVFP4: the codes and scales stay in the file.
+static int sala__bind_nvfp4(sala__binder *b, const sala__source *s) {
+    const int divisor = s->kind == SALA__COMPRESSED;
+    const char *global_name = divisor ? "weight_global_scale" : "weight_scale_2";
+    sala_weight *w = s->item->weight;
+    int32_t n = s->item->n, k = s->item->k;
+    float global, input = 0;
+    const sala__tensor *codes =
+        sala__companion(b, s, divisor ? "weight_packed" : "weight", "U8", s->rows, k / 2);
+    const sala__tensor *scales =
+        codes ? sala__companion(b, s, "weight_scale", "F8_E4M3", s->rows, k / 16) : NULL;
+    if (!scales) return SALA_E_MODEL;
+    int code = sala__global_scale(b, s, global_name, divisor, &global);
+    if (code == 0)
+        return sala__fail(b->err, SALA_E_MODEL,
+                          "%s: tensor %s.%s is missing beside its other tensors", b->ck->folder,
+                          s->base, global_name);
+    if (code > 0)
+        code = sala__global_scale(b, s, divisor ? "input_global_scale" : "input_scale", divisor,
+                                  &input);
+    if (code < 0) return code;
+    float *alpha =
+        (float *)sala__weights_take(b->env, b->w, (size_t)n * 4, "factors of rows", b->err);
+    if (!alpha) return SALA_E_MEMORY;
+    for (int32_t i = 0; i < n; i++) alpha[i] = global;
+    w->data = (const uint8_t *)codes->data + (int64_t)s->first * (k / 2);
+    w->scale = (const uint8_t *)scales->data + (int64_t)s->first * (k / 16);
+    w->alpha = alpha;
+    w->input_scale = input;
+    w->format = SALA_NVFP4;
+    w->group = 16;
+    return 0;
+}
+
+// GPTQ's tensors of one layer.
+typedef struct sala__gptq {
+    const sala__tensor *codes, *zeros, *scales;
+    int32_t groups, group;
+} sala__gptq;
+
+static int32_t sala__word_at(const sala__tensor *t, int64_t index) { // at any address
+    int32_t x;
+    memcpy(&x, (const char *)t->data + 4 * index, 4);
+    return x;
+}
+
+// The code that means 0 in group g of row n of the whole.
+static int32_t sala__gptq_zero(const sala__scheme *scheme, const sala__gptq *t, int32_t rows,
+                               int32_t g, int32_t n) {
+    uint32_t word = (uint32_t)sala__word_at(t->zeros, (int64_t)g * (rows / 8) + n / 8);
+    return (int32_t)(word >> n % 8 * 4 & 15) + scheme->zero_offset;
+}
+
+// X.g_idx says in which group each k is: groups must follow one another.
+static int sala__gptq_order(sala__binder *b, const sala__source *s, const sala__gptq *t) {
+    if (!sala__source_find(b->ck, s->base, "g_idx")) return 0;
+    const sala__tensor *order = sala__companion(b, s, "g_idx", "I32", s->item->k, -1);
+    if (!order) return SALA_E_MODEL;
+    for (int32_t i = 0; i < s->item->k; i++)
+        if (sala__word_at(order, i) != i / t->group)
+            return sala__fail(b->err, SALA_E_MODEL,
+                              "%s: tensor %s: input %d is in group %d: "
+                              "activation order (desc_act) is not supported",
+                              order->file, order->name, i, sala__word_at(order, i));
+    return 0;
+}
+
+static int sala__gptq_find(sala__binder *b, const sala__source *s, sala__gptq *t) {
+    const int32_t rows = s->rows, k = s->item->k;
+    const sala__tensor *q = sala__source_find(b->ck, s->base, "qweight");
+    const sala__tensor *scales = sala__source_find(b->ck, s->base, "scales");
+    if (rows % 8 || s->first % 8 || sala__shape_is(q, k, rows / 8, 2))
+        return sala__fail(b->err, SALA_E_MODEL, "%s: tensor %s: %s", q->file, q->name,
+                          rows % 8 || s->first % 8 ? "GPTQ needs a multiple of 8 outputs"
+                                                   : "AWQ's layout is not supported");
+    t->codes = sala__companion(b, s, "qweight", "I32", k / 8, rows);
+    if (!t->codes) return SALA_E_MODEL;
+    int64_t groups = scales && scales->rank == 2 ? scales->shape[0] : 1;
+    t->groups = (int32_t)(groups < 1 || groups > k ? 1 : groups);
+    t->group = k / t->groups;
+    t->scales = sala__companion(b, s, "scales", "BF16 F16", t->groups, rows);
+    t->zeros = t->scales ? sala__companion(b, s, "qzeros", "I32", t->groups, rows / 8) : NULL;
+    if (!t->zeros) return SALA_E_MODEL;
+    int32_t said = b->c->scheme.group == -1 ? k : b->c->scheme.group;
+    if (k % t->groups || t->group % 32 || (t->group > 32 && t->group < k && t->group % 64) ||
+        (said && said != t->group))
+        return sala__fail(b->err, SALA_E_MODEL,
+                          "%s: tensor %s has %d groups for %d inputs; expected "
+                          "groups of 32, of a multiple of 64, or one, as group_size says",
+                          t->scales->file, t->scales->name, t->groups, k);
+    return sala__gptq_order(b, s, t);
+}
+
+// Symmetric files have the zero point 8 everywhere; then no zeros are kept.
+static int sala__bind_gptq(sala__binder *b, const sala__source *s) {
+    sala_weight *w = s->item->weight;
+    const sala__scheme *scheme = &b->c->scheme;
+    int32_t n = s->item->n, other = 8;
+    sala__gptq t;
+    if (!scheme->kind)
+        return sala__fail(b->err, SALA_E_MODEL,
+                          "%s: tensor %s.qweight is GPTQ's, but no "
+                          "quantization_config says in which checkpoint_format its zero points are",
+                          b->ck->folder, s->base);
+    int code = sala__gptq_find(b, s, &t);
+    if (code < 0) return code;
+    for (int32_t g = 0; g < t.groups && other == 8; g++)
+        for (int32_t i = 0; i < n && other == 8; i++)
+            other = sala__gptq_zero(scheme, &t, s->rows, g, s->first + i);
+    if (other != 8 && scheme->symmetric)
+        return sala__fail(b->err, SALA_E_MODEL,
+                          "%s: tensor %s has a zero point of %d; with sym true "
+                          "all are 8: is checkpoint_format right?",
+                          t.zeros->file, t.zeros->name, other);
+    size_t zeros = other == 8 ? 0 : (size_t)n * (size_t)t.groups, scales = (size_t)n * 4;
+    char *p = (char *)sala__weights_take(b->env, b->w, scales + zeros, "factors of rows", b->err);
+    if (!p) return SALA_E_MEMORY;
+    w->alpha = (float *)(void *)p;
+    w->zero = zeros ? (uint8_t *)p + scales : NULL;
+    w->format = SALA_INT4;
+    w->group = t.group;
+    return 0;
+}
+
+static int sala__bind_plain(sala__binder *b, const sala__source *s) {
+    const sala__item *item = s->item;
+    sala__tensor *t = sala__source_find(b->ck, s->base, "weight");
     int rank = item->k > 1 ? 2 : 1; // config.json cannot give a matrix one column
-    int64_t want[2] = {item->n, item->k};
+    int64_t want[2] = {s->rows, item->k};
     char have_text[192], want_text[192];
-    if (t->rank != rank || memcmp(t->shape, want, (size_t)rank * sizeof *want) != 0)
-        return sala__fail(err, SALA_E_MODEL, "%s: tensor %s has shape %s, expected %s (%s%s%s)",
+    if (!sala__shape_is(t, s->rows, item->k, rank))
+        return sala__fail(b->err, SALA_E_MODEL, "%s: tensor %s has shape %s, expected %s (%s%s%s)",
                           t->file, t->name, sala__shape_text(t->shape, t->rank, have_text),
                           sala__shape_text(want, rank, want_text), item->n_name,
                           rank == 2 ? " x " : "", rank == 2 ? item->k_name : "");
     if (t->format < 0)
-        return sala__fail(err, SALA_E_MODEL,
+        return sala__fail(b->err, SALA_E_MODEL,
                           "%s: tensor %s has dtype %s; expected BF16, F16 or F32", t->file, t->name,
                           t->dtype);
-    if ((uintptr_t)t->data % (t->format == SALA_F32 ? 4 : 2) != 0)
+    int64_t size = t->format == SALA_F32 ? 4 : 2;
+    if ((uintptr_t)t->data % (uintptr_t)size != 0)
         return sala__fail(
-            err, SALA_E_MODEL,
+            b->err, SALA_E_MODEL,
             "%s: tensor %s does not begin at a multiple of its element size: save the file again",
             t->file, t->name);
     t->used = 1;
-    item->weight->data = t->data;
+    item->weight->data = (const char *)t->data + s->first * item->k * size;
     item->weight->format = t->format;
+    return 0;
+}
+
+// Tensors beside a layer that change what it computes, and schemes that are not supported.
+static int sala__bind_refusals(sala__binder *b, const sala__source *s) {
+    static const char *const refused[][2] = {
+        {"pre_quant_scale", "scaled inputs (NVFP4_AWQ)"},
+        {"weight_shape", "compressed-tensors' INT4 (pack-quantized)"},
+        {"weight_zero_point", "compressed-tensors with zero points"},
+        {"weight.absmax", "bitsandbytes"},
+        {"weight.quant_state.bitsandbytes__nf4", "bitsandbytes"},
+        {"weight_scale_inv", "FP8 weights"},
+    };
+    for (size_t i = 0; i < sizeof refused / sizeof refused[0]; i++) {
+        const sala__tensor *t = sala__source_find(b->ck, s->base, refused[i][0]);
+        if (t)
+            return sala__fail(b->err, SALA_E_MODEL, "%s: tensor %s: %s: not supported", t->file,
+                              t->name, refused[i][1]);
+    }
+    return 0;
+}
+
+// Give one weight its place. Returns 1 if no tensor has it.
+static int sala__bind_item(sala__binder *b, const sala__item *item) {
+    static const char *const kinds[] = {"", "", "GPTQ", "compressed-tensors", "ModelOpt"};
+    sala__source s;
+    sala__source_of(b->ck, b->w, item, &s);
+    if (s.kind == SALA__PLAIN && item->k == 1) return sala__bind_plain(b, &s);
+    int code = sala__bind_refusals(b, &s), said = b->c->scheme.kind;
+    if (code < 0 || !s.kind) return code < 0 ? code : 1;
+    if (s.kind == SALA__PLAIN) return sala__bind_plain(b, &s);
+    if (item->k == 1 || item->weight == &b->w->embed)
+        return sala__fail(b->err, SALA_E_MODEL, "%s: %s is quantised: only linear layers may be",
+                          b->ck->folder, s.base);
+    if (said && said != s.kind)
+        return sala__fail(b->err, SALA_E_MODEL,
+                          "%s: %s is stored as %s has it, but the "
+                          "configuration says %s",
+                          b->ck->folder, s.base, kinds[s.kind], kinds[said]);
+    return s.kind == SALA__GPTQ ? sala__bind_gptq(b, &s) : sala__bind_nvfp4(b, &s);
+}
+
+// [k/8, rows] words of 8 codes along k, the lowest k lowest -> the item's rows of [n, k/8] words. In
+// squares of 16 words, so that each cache line is read and written whole.
+static void sala__gptq_codes(const sala__source *s, const sala__gptq *t, char *to) {
+    int32_t n = s->item->n, words = s->item->k / 8;
+    const char *from = (const char *)t->codes->data + (int64_t)s->first * 4;
+    for (int32_t r0 = 0; r0 < words; r0 += 16)
+        for (int32_t n0 = 0; n0 < n; n0 += 16)
+            for (int32_t i = n0; i < n0 + 16 && i < n; i++)
+                for (int32_t r = r0; r < r0 + 16 && r < words; r++)
+                    memcpy(to + ((int64_t)i * words + r) * 4, from + ((int64_t)r * s->rows + i) * 4,
+                           4);
+}
+
+// Scales in BF16, which is what a product rounds to in any case. A scale of a whole row becomes its
+// alpha instead, and is exact.
+static int sala__gptq_scales(sala__binder *b, const sala__source *s, const sala__gptq *t,
+                             uint16_t *to) {
+    sala_weight *w = s->item->weight;
+    float *alpha = (float *)(uintptr_t)w->alpha;
+    uint8_t *zero = (uint8_t *)(uintptr_t)w->zero;
+    for (int32_t n = 0; n < w->n; n++) {
+        alpha[n] = 1;
+        for (int32_t g = 0; g < t->groups; g++) {
+            size_t at = (size_t)n * (size_t)t->groups + (size_t)g;
+            int64_t from = (int64_t)g * s->rows + s->first + n;
+            uint16_t bits;
+            memcpy(&bits, (const char *)t->scales->data + 2 * from, 2);
+            float x = t->scales->format == SALA_F16 ? sala_f16_f32(bits) : sala_bf16_f32(bits);
+            if (!(fabsf(x) <= FLT_MAX))
+                return sala__fail(b->err, SALA_E_MODEL,
+                                  "%s: tensor %s: group %d, output %d is NaN "
+                                  "or infinite",
+                                  t->scales->file, t->scales->name, g, s->first + n);
+            if (t->groups == 1) alpha[n] = x;
+            to[at] = sala_f32_bf16(t->groups == 1 ? 1 : x);
+            if (zero)
+                zero[at] = (uint8_t)sala__gptq_zero(&b->c->scheme, t, s->rows, g, s->first + n);
+        }
+    }
+    return 0;
+}
+
+static int sala__load_gptq(sala__binder *b, const sala__source *s) {
+    sala_weight *w = s->item->weight;
+    sala__gptq t;
+    int code = sala__gptq_find(b, s, &t);
+    if (code < 0) return code;
+    size_t codes = (size_t)w->n * (size_t)(w->k / 2), scales = 2 * (size_t)w->n * (size_t)t.groups;
+    char *p = (char *)sala__weights_take(b->env, b->w, codes + scales, "4-bit weights", b->err);
+    if (!p) return SALA_E_MEMORY;
+    sala__gptq_codes(s, &t, p);
+    w->data = p;
+    w->scale = p + codes;
+    return sala__gptq_scales(b, s, &t, (uint16_t *)(void *)(p + codes));
+}
+
+// A scale byte of 0x7F or more is NaN, or has a sign, which other formats use for purposes of
+// their own. And a divisor read as a factor, or the reverse, is seen by the weights' size alone: that of
+// a model lies in 0.001 .. 100, but 2688^2 / size comes out where the two are confused.
+static int sala__check_nvfp4(sala__binder *b, const sala__source *s) {
+    const sala_weight *w = s->item->weight;
+    const uint8_t *scale = (const uint8_t *)w->scale;
+    const int divisor = s->kind == SALA__COMPRESSED;
+    int64_t groups = w->k / 16, count = w->n * groups, at = 0;
+    uint8_t most = 0;
+    for (int64_t i = 0; i < count; i++) most = scale[i] > most ? scale[i] : most;
+    while (most >= 0x7F && scale[at] < 0x7F) at++;
+    if (most >= 0x7F)
+        return sala__fail(b->err, SALA_E_MODEL,
+                          "%s: tensor %s.weight_scale: row %lld, group %lld is the byte 0x%02X, %s",
+                          b->ck->folder, s->base, (long long)(at / groups) + s->first,
+                          (long long)(at % groups), scale[at],
+                          (scale[at] & 0x7F) == 0x7F ? "NaN" : "a negative scale: not NVFP4");
+    double size = 6.0 * (double)sala_e4m3_f32(most) * (double)w->alpha[0];
+    if (most && (size > 1000 || size < 1e-6))
+        return sala__fail(b->err, SALA_E_MODEL,
+                          "%s: the weights of %s reach %g: is its %s, which must be a %s, a %s?",
+                          b->ck->folder, s->own, size,
+                          divisor ? "weight_global_scale" : "weight_scale_2",
+                          divisor ? "divisor" : "factor", divisor ? "factor" : "divisor");
     return 0;
 }
 
@@ -1857,16 +2388,21 @@ static int sala__tensors_fail(const char *where, const char *name, int count, co
                       count > 1 ? many : one);
 }
 
-// No tensor may be left over: an unread one means that config.json describes another model.
+// No tensor may be left over: an unread one means that config.json describes another model. But for
+// tables of old exports, which are computed here, and scales of an FP8 K/V cache, which is BF16 here.
 static int sala__bind_rest(const sala__env *env, sala__checkpoint *ck, sala_error *err) {
-    static const char table[] = "rotary_emb.inv_freq"; // in old exports; it is computed here
+    static const char *const unneeded[] = {"rotary_emb.inv_freq", ".k_scale", ".v_scale"};
     const sala__tensor *first = NULL;
     int count = 0;
     for (size_t i = 0; i < ck->tensor_count; i++) {
         const sala__tensor *t = &ck->tensors[i];
-        const char *at = strstr(t->name, table);
+        int needed = 1;
         if (t->used) continue;
-        if (at && strcmp(at, table) == 0)
+        for (int u = 0; u < 3; u++) {
+            const char *at = strstr(t->name, unneeded[u]);
+            if (at && strcmp(at, unneeded[u]) == 0) needed = 0;
+        }
+        if (!needed)
             sala__log(env, SALA_LOG_INFO, "%s: tensor %.200s: not needed", t->file, t->name);
         else if (count++ == 0)
             first = t;
@@ -1890,34 +2426,140 @@ static int sala__check_4bit(const sala__config *c, sala__weights *w, sala_error 
 }
 
 // Give every tensor of the model its place in the mapped files. `ck` must outlive `w`.
+// Weights that read the same x get one input_scale, so that x is quantised once for all: the
+// largest, or none where one has none.
+static void sala__share_input_scales(const sala__config *c, sala__weights *w) {
+    for (int i = 0; i < c->dims.layers; i++) {
+        sala__layer *l = &w->layers[i];
+        sala_weight *sets[2][4] = {{&l->q, &l->k, &l->v, &l->gate},
+                                   {&l->mlp_gate, &l->mlp_up, NULL, NULL}};
+        for (int set = 0; set < 2; set++) {
+            float most = 0;
+            int all = 1;
+            for (int m = 0; m < 4; m++) {
+                const sala_weight *x = sets[set][m];
+                if (!x || x->n == 0) continue; // this layer has none
+                if (x->input_scale > most) most = x->input_scale;
+                if (x->input_scale == 0) all = 0;
+            }
+            for (int m = 0; m < 4; m++)
+                if (sets[set][m]) sets[set][m]->input_scale = all ? most : 0;
+        }
+    }
+}
+
+// Give every tensor of the model its place in the mapped files. `ck` must outlive `w`. 4-bit weights
+// want sala__weights_load before they are used.
 static int sala__weights_bind(const sala__env *env, sala__checkpoint *ck, const sala__config *c,
                               sala__weights *w, sala_error *err) {
+    sala__binder loader = {env, ck, c, w, err};
     sala__item item, first;
-    int missing = 0, code = sala__weights_plan(env, c, w, err);
+    int missing = 0, quantised = 0, code = sala__weights_plan(env, c, w, err);
     for (int i = 0; i < sala__item_count(c) && code == 0; i++) {
         if (!sala__item_at(c, w, i, &item)) continue;
-        sala__tensor *t = sala__checkpoint_find(ck, item.name);
-        if (t)
-            code = sala__bind_one(&item, t, err);
-        else if (missing++ == 0)
-            first = item;
+        code = sala__bind_item(&loader, &item);
+        quantised += item.weight->format > SALA_F32;
+        if (code == 1 && missing++ == 0) first = item;
+        if (code == 1) code = 0;
     }
     if (code == 0 && missing)
         code =
             sala__tensors_fail(ck->folder, first.name, missing, "is missing", "are missing", err);
     if (code == 0 && c->tied) code = sala__bind_tied(ck, err);
     if (code == 0) code = sala__bind_rest(env, ck, err);
-    if (code == 0)
+    if (code == 0 && c->scheme.kind && !quantised)
+        code = sala__fail(err, SALA_E_MODEL,
+                          "%s: the configuration says that weights are quantised, but none is",
+                          ck->folder);
+    if (code == 0) {
+        sala__share_input_scales(c, w);
         sala__weights_finish(c, w);
-    else
+    } else {
         sala__weights_free(env, w);
+    }
     return code;
+}
+
+// What 4-bit weights need beyond their place: GPTQ's are put into rows, in memory; NVFP4's stay in
+// the file, but all their scales (a ninth of it) are read and checked.
+static int sala__weights_load(const sala__env *env, sala__checkpoint *ck, const sala__config *c,
+                              sala__weights *w, sala_error *err) {
+    sala__binder loader = {env, ck, c, w, err};
+    sala__item item;
+    sala__source s;
+    int code = 0, count = sala__item_count(c);
+    for (int i = 0; i < count && code == 0; i++) {
+        if (!sala__item_at(c, w, i, &item) || item.weight->format < SALA_NVFP4) continue;
+        sala__source_of(ck, w, &item, &s);
+        if (s.kind == SALA__GPTQ)
+            code = sala__load_gptq(&loader, &s);
+        else
+            code = sala__check_nvfp4(&loader, &s);
+        sala__progress(env, "reading scales", 0.1 + 0.3 * i / count);
+    }
+    return code; // what was taken goes with the weights
 }
 
 static int sala__element_is_finite(const sala_weight *w, int64_t index) {
     if (w->format == SALA_F32) return fabsf(((const float *)w->data)[index]) <= FLT_MAX;
     uint16_t exponent = w->format == SALA_F16 ? 0x7C00 : 0x7F80;
     return (((const uint16_t *)w->data)[index] & exponent) != exponent;
+}
+
+// What kinds of tensors there are, for people: "NVFP4, BF16 head" and "attention NVFP4, MLP ...".
+enum { SALA__ATTENTION, SALA__MLP, SALA__HEAD, SALA__EMBEDDING, SALA__NORMS, SALA__KINDS };
+
+// Append the names of the formats in `mask`, the shortest first: "NVFP4 + BF16".
+static void sala__formats_append(char *out, size_t size, const char *before, uint32_t mask,
+                                 const char *after) {
+    static const char *const names[] = {"BF16", "F16", "F32", "NVFP4", "INT4"};
+    static const int32_t order[] = {SALA_NVFP4, SALA_INT4, SALA_BF16, SALA_F16, SALA_F32};
+    if (!mask) return;
+    for (int i = 0; i < 5; i++) {
+        size_t at = strlen(out);
+        if (!(mask >> order[i] & 1)) continue;
+        snprintf(out + at, size - at, "%s%s", before, names[order[i]]);
+        before = " + ";
+    }
+    snprintf(out + strlen(out), size - strlen(out), "%s", after);
+}
+
+static void sala__formats_name(const sala__config *c, sala__weights *w, char format[64],
+                               char kinds[160]) {
+    static const char *const titles[] = {"attention ", ", MLP ", ", head ", ", embedding ",
+                                         ", norms "};
+    uint32_t masks[SALA__KINDS] = {0};
+    sala__item item;
+    for (int i = 0; i < sala__item_count(c); i++) {
+        if (!sala__item_at(c, w, i, &item)) continue;
+        int kind = item.k == 1                  ? SALA__NORMS
+                   : item.weight == &w->embed   ? SALA__EMBEDDING
+                   : item.layer < 0             ? SALA__HEAD
+                   : strstr(item.name, ".mlp.") ? SALA__MLP
+                                                : SALA__ATTENTION;
+        masks[kind] |= 1u << item.weight->format;
+    }
+    if (c->tied) masks[SALA__HEAD] = masks[SALA__EMBEDDING];
+    uint32_t linear = masks[SALA__ATTENTION] | masks[SALA__MLP];
+    format[0] = kinds[0] = 0;
+    sala__formats_append(format, 64, "", linear, "");
+    if (masks[SALA__HEAD] != linear)
+        sala__formats_append(format, 64, ", ", masks[SALA__HEAD], " head");
+    for (int i = 0; i < SALA__KINDS; i++) sala__formats_append(kinds, 160, titles[i], masks[i], "");
+}
+
+// Index of the first element, or with 4 bits the first scale, that is no number; -1: all are.
+static int64_t sala__weight_nan(const sala_weight *w) {
+    sala_weight all = *w;
+    int64_t at = 0, count = (int64_t)w->n * w->k;
+    if (w->format >= SALA_NVFP4) count /= w->group;
+    if (w->format == SALA_NVFP4) {
+        while (at < count && ((const uint8_t *)w->scale)[at] < 0x7F) at++;
+    } else {
+        if (w->format == SALA_INT4) all.data = w->scale, all.format = SALA_BF16;
+        while (at < count && sala__element_is_finite(&all, at)) at++;
+    }
+    return at < count ? at : -1;
 }
 
 // Read every weight once. `ck` names the files; NULL for synthetic weights.
@@ -1928,12 +2570,13 @@ static int sala__weights_check(const sala__env *env, const sala__config *c, sala
     for (int i = 0; i < sala__item_count(c); i++) {
         if (!sala__item_at(c, w, i, &item)) continue;
         const sala__tensor *t = ck ? sala__checkpoint_find(ck, item.name) : NULL;
-        long long at = 0, count = (long long)item.n * item.k;
-        while (at < count && sala__element_is_finite(item.weight, at)) at++;
-        if (at < count)
+        const char *where = t ? t->file : ck ? ck->folder : "synthetic weights";
+        long long at = sala__weight_nan(item.weight), row = item.k;
+        if (item.weight->format >= SALA_NVFP4) row /= item.weight->group;
+        if (at >= 0)
             return sala__fail(
-                err, SALA_E_MODEL, "%s: tensor %s: row %lld, column %lld is NaN or infinite",
-                t ? t->file : "synthetic weights", item.name, at / item.k, at % item.k);
+                err, SALA_E_MODEL, "%s: tensor %s: row %lld, %s %lld is NaN or infinite", where,
+                item.name, at / row, row == item.k ? "column" : "the scale of group", at % row);
         done += sala__weight_bytes(item.weight);
         sala__progress(env, "checking weights", (double)done / (double)w->bytes);
     }
@@ -7605,6 +8248,7 @@ struct sala {
     sala__config config;
     sala__checkpoint checkpoint;
     sala__weights weights;
+    char weight_format[64], weight_kinds[160]; // see sala_info
     sala__tokenizer tokenizer;
     int has_tokenizer, sparse_layers, lightning_layers;
     sala__plan plan;
@@ -8032,11 +8676,14 @@ static int sala__read_files(sala *s, const char *path, int tokenizer, sala_error
     if (s->options.synthetic) // shapes and totals; the weights are made once the plan fits
         return sala__synthetic_plan(&s->env, &s->config, &s->weights, &s->options, err);
     if ((code = sala__generation_config_read(&s->env, path, &s->config, err)) < 0) return code;
+    if ((code = sala__scheme_files_read(&s->env, path, &s->config, err)) < 0) return code;
     sala__progress(&s->env, "mapping the weights", 0.1);
     if ((code = sala__checkpoint_open(&s->env, path, &s->checkpoint, err)) < 0) return code;
-    if ((code = sala__weights_bind(&s->env, &s->checkpoint, &s->config, &s->weights, err)) < 0)
-        return code;
-    if ((code = sala__check_4bit(&s->config, &s->weights, err)) < 0 || !tokenizer) return code;
+    code = sala__weights_bind(&s->env, &s->checkpoint, &s->config, &s->weights, err);
+    if (code == 0) code = sala__check_4bit(&s->config, &s->weights, err);
+    if (code < 0 || !tokenizer) return code;
+    code = sala__weights_load(&s->env, &s->checkpoint, &s->config, &s->weights, err);
+    if (code < 0) return code;
     file = sala__join(&s->env, path, "tokenizer.json", err);
     if (!file) return SALA_E_MEMORY;
     int there = sala__file_exists(file);
@@ -8371,13 +9018,13 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
     memset(info, 0, sizeof *info);
     info->path = s->path;
     sala__name_device(s, info->device, sizeof info->device);
-    static const char *const formats[] = {"BF16", "F16", "F32", "NVFP4", "INT4"};
-    int format = s->weights.layers ? s->weights.layers[0].q.format : SALA_BF16;
-    info->weight_format = formats[format];
+    sala__formats_name(&s->config, &s->weights, s->weight_format, s->weight_kinds);
+    info->weight_format = s->weight_format;
+    info->weight_kinds = s->weight_kinds;
     snprintf(info->prefill, sizeof info->prefill, "%s%s",
              s->w4a4      ? "W4A4"
              : s->formats ? "W4A16"
-                          : formats[SALA_BF16],
+                          : "BF16",
              s->w4a4 && s->on_gpu && !sala__cuda_has_fp4(&s->gpu.cuda) ? ", emulated" : "");
     info->chat_template = s->has_tokenizer ? s->tokenizer.template_name : "none";
     info->vocab = m->vocab;
@@ -8448,7 +9095,7 @@ SALA_API int sala_plan(const char *path, const sala_options *options, sala_info 
         }
         s->free_page_count = s->plan.pages;
         sala_get_info(s, info);
-        info->path = info->weight_format = info->chat_template = NULL;
+        info->path = info->weight_format = info->weight_kinds = info->chat_template = NULL;
         info->eos = NULL;
         info->eos_count = 0;
     }

@@ -161,7 +161,7 @@ static void test_plan(void) {
         CHECK(info.eos_count == 2 && info.eos[1] == 96 && info.bos == 1, "special tokens");
         CHECK(plan.path == NULL && plan.weight_format == NULL && plan.chat_template == NULL,
               "strings in a plan");
-        info.path = info.weight_format = info.chat_template = NULL;
+        info.path = info.weight_format = info.weight_kinds = info.chat_template = NULL;
         info.eos = NULL;
         info.eos_count = 0;
         CHECK(memcmp(&plan, &info, sizeof info) == 0, "the plan is not what the engine says");

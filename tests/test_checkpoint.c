@@ -913,6 +913,9 @@ static int config_try(const char *members, sala__config *c, sala_error *err) {
 }
 
 #define SPARSE(members) "\"sparse_config\":{" members "}"
+#define QUANT(method) "\"quantization_config\":{\"quant_method\":" method "}"
+#define GROUP(weights)                                                                             \
+    QUANT("\"compressed-tensors\",\"config_groups\":{\"a\":{\"weights\":{" weights "}}}")
 
 static void wrong_configs(void) {
     static const struct {
@@ -988,9 +991,35 @@ static void wrong_configs(void) {
         {"\"use_output_norm\":[]", "use_output_norm is a list", NULL},
         {"\"use_output_gate\":{}", "use_output_gate is an object", NULL},
         {"\"tie_word_embeddings\":\"yes\"", "tie_word_embeddings is \"yes\"", NULL},
-        {"\"quantization_config\":{\"quant_method\":\"gptq\"}",
-         "quantised checkpoints are not supported yet", "quantization_config"},
-        {"\"quantization_config\":[]", "quantised checkpoints are not supported yet", NULL},
+        {"\"quantization_config\":[]", "quantization_config is no object", NULL},
+        {"\"quantization_config\":{}", "quantization_config.quant_method is missing", "gptq"},
+        {QUANT("\"awq\""), "quantization_config.quant_method is \"awq\"; expected gptq", NULL},
+        {QUANT("\"bitsandbytes\""), "quant_method is \"bitsandbytes\"", "compressed-tensors"},
+        {QUANT("\"fp8\""), "quant_method is \"fp8\"", NULL},
+        {QUANT("\"mxfp4\""), "quant_method is \"mxfp4\"", NULL},
+        {QUANT("\"gpt\""), "quant_method is \"gpt\"", NULL}, // no part of a word
+        {QUANT("\"gptq compressed-tensors\""), "quant_method is \"gptq compressed", NULL},
+        {QUANT("4"), "quant_method is 4", NULL},
+        {QUANT("\"gptq\",\"bits\":8"), "quantization_config.bits is 8; expected 4", NULL},
+        {QUANT("\"gptq\",\"group_size\":\"x\""), "group_size is \"x\"", NULL},
+        {QUANT("\"gptq\",\"sym\":1"), "sym is 1; expected true or false", NULL},
+        {QUANT("\"gptq\",\"checkpoint_format\":\"marlin\""), "checkpoint_format is \"marlin\"",
+         "gptq_v2"},
+        {QUANT("\"gptq\",\"is_marlin_format\":true"), "is_marlin_format is true", NULL},
+        {QUANT("\"compressed-tensors\",\"format\":\"pack-quantized\""),
+         "quantization_config.format is \"pack-quantized\"", "nvfp4-pack-quantized"},
+        {QUANT("\"compressed-tensors\",\"format\":\"float-quantized\""),
+         "format is \"float-quantized\"", NULL},
+        {QUANT("\"compressed-tensors\",\"config_groups\":{\"a\":5}"),
+         "quantization_config.config_groups is no object", NULL},
+        {GROUP("\"num_bits\":8"), "config_groups.weights.num_bits is 8; expected 4", NULL},
+        {GROUP("\"group_size\":32"), "config_groups.weights.group_size is 32; expected 16", NULL},
+        {GROUP("\"type\":\"int\""), "config_groups.weights.type is \"int\"; expected float", NULL},
+        {QUANT("\"modelopt\",\"quant_algo\":\"FP8\""), "quant_algo is \"FP8\"", "NVFP4"},
+        {QUANT("\"modelopt\",\"quant_algo\":\"NVFP4_AWQ\""), "quant_algo is \"NVFP4_AWQ\"", NULL},
+        {QUANT("\"modelopt_fp4\",\"group_size\":32"), "group_size is 32; expected 16", NULL},
+        {"\"compression_config\":{\"quant_method\":\"fp8\"}",
+         "compression_config.quant_method is \"fp8\"", NULL},
         {"\"mixer_types\":null", "mixer_types is null; expected a list", NULL},
         {"\"mixer_types\":\"minicpm4\"", "mixer_types is \"minicpm4\"", NULL},
         {"\"mixer_types\":[\"minicpm4\"]", "mixer_types has 1 entries", NULL},
