@@ -604,9 +604,9 @@ static void info_print(const sala_info *i, const char *path) {
     int n = info_rows(i, rows);
     printf("%-28s %s\n", "path", path);
     printf("%-28s %s\n", "device", i->device);
-    if (i->weight_format) printf("%-28s %s\n", "weight format", i->weight_format);
+    printf("%-28s %s\n", "weight format", i->weight_format);
     printf("%-28s %s\n", "prefill", i->prefill);
-    if (i->weight_kinds) printf("%-28s %s\n", "weights", i->weight_kinds);
+    printf("%-28s %s\n", "weights", i->weight_kinds);
     if (i->chat_template) printf("%-28s %s\n", "chat template", i->chat_template);
     printf("%-28s %.2f\n", "bits per weight", i->bits_per_weight);
     for (int k = 0; i->eos && k < i->eos_count; k++)

@@ -328,12 +328,12 @@ SALA_API int sala_next_event(sala *engine, sala_event *event);
 // ---- what runs ----
 
 typedef struct sala_info {
-    char device[320];          // "CPU, 2 threads, AVX-512", "cuda:0, NVIDIA H200, ..."
-    const char *path;          // as opened
-    const char *weight_format; // of the linear layers and, if another, the head: "NVFP4, BF16 head"
-    const char *weight_kinds; // "attention NVFP4, MLP NVFP4, head BF16, embedding BF16, norms BF16"
-    char prefill[24]; // of the linear layers: "BF16"; of 4-bit weights "W4A16" (activations in
-                      // BF16, as in decoding) or "W4A4"; "W4A4, emulated"
+    char device[320];       // "CPU, 2 threads, AVX-512", "cuda:0, NVIDIA H200, ..."
+    const char *path;       // as opened
+    char weight_format[64]; // linear layers and, if another, the head: "NVFP4, BF16 head"
+    char weight_kinds[160]; // "attention NVFP4, MLP NVFP4, head BF16, embedding BF16, norms BF16"
+    char prefill[24];       // of the linear layers: "BF16"; of 4-bit weights "W4A16" (activations in
+                            // BF16, as in decoding) or "W4A4"; "W4A4, emulated"
     const char *chat_template; // "chatml" or "none"
     int vocab, hidden, layers, sparse_layers, lightning_layers, heads, kv_heads, head_dim;
     int lightning_heads, lightning_kv_heads, lightning_head_dim, intermediate;
@@ -2425,7 +2425,6 @@ static int sala__check_4bit(const sala__config *c, sala__weights *w, sala_error 
     return 0;
 }
 
-// Give every tensor of the model its place in the mapped files. `ck` must outlive `w`.
 // Weights that read the same x get one input_scale, so that x is quantised once for all: the
 // largest, or none where one has none.
 static void sala__share_input_scales(const sala__config *c, sala__weights *w) {
@@ -8248,7 +8247,6 @@ struct sala {
     sala__config config;
     sala__checkpoint checkpoint;
     sala__weights weights;
-    char weight_format[64], weight_kinds[160]; // see sala_info
     sala__tokenizer tokenizer;
     int has_tokenizer, sparse_layers, lightning_layers;
     sala__plan plan;
@@ -9018,9 +9016,7 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
     memset(info, 0, sizeof *info);
     info->path = s->path;
     sala__name_device(s, info->device, sizeof info->device);
-    sala__formats_name(&s->config, &s->weights, s->weight_format, s->weight_kinds);
-    info->weight_format = s->weight_format;
-    info->weight_kinds = s->weight_kinds;
+    sala__formats_name(&s->config, &s->weights, info->weight_format, info->weight_kinds);
     snprintf(info->prefill, sizeof info->prefill, "%s%s",
              s->w4a4      ? "W4A4"
              : s->formats ? "W4A16"
@@ -9095,7 +9091,7 @@ SALA_API int sala_plan(const char *path, const sala_options *options, sala_info 
         }
         s->free_page_count = s->plan.pages;
         sala_get_info(s, info);
-        info->path = info->weight_format = info->weight_kinds = info->chat_template = NULL;
+        info->path = info->chat_template = NULL;
         info->eos = NULL;
         info->eos_count = 0;
     }
