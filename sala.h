@@ -2038,6 +2038,7 @@ typedef struct sala__binder {
     const sala__config *c;
     sala__weights *w;
     sala_error *err;
+    int32_t found[SALA__MODELOPT + 1]; // matrices by their kind
 } sala__binder;
 
 // X.suffix, which must be there with one of the dtypes and this shape (k < 0: a vector).
@@ -2262,22 +2263,31 @@ static int sala__bind_refusals(sala__binder *b, const sala__source *s) {
 
 // Give one weight its place. Returns 1 if no tensor has it.
 static int sala__bind_item(sala__binder *b, const sala__item *item) {
-    static const char *const kinds[] = {"", "", "GPTQ", "compressed-tensors", "ModelOpt"};
     sala__source s;
     sala__source_of(b->ck, b->w, item, &s);
+    if (!s.kind) return 1;
     if (s.kind == SALA__PLAIN && item->k == 1) return sala__bind_plain(b, &s);
-    int code = sala__bind_refusals(b, &s), said = b->c->scheme.kind;
-    if (code < 0 || !s.kind) return code < 0 ? code : 1;
+    int code = sala__bind_refusals(b, &s);
+    if (code < 0) return code;
+    b->found[s.kind]++;
     if (s.kind == SALA__PLAIN) return sala__bind_plain(b, &s);
     if (item->k == 1 || item->weight == &b->w->embed)
         return sala__fail(b->err, SALA_E_MODEL, "%s: %s is quantised: only linear layers may be",
                           b->ck->folder, s.base);
-    if (said && said != s.kind)
-        return sala__fail(b->err, SALA_E_MODEL,
-                          "%s: %s is stored as %s has it, but the "
-                          "configuration says %s",
-                          b->ck->folder, s.base, kinds[s.kind], kinds[said]);
     return s.kind == SALA__GPTQ ? sala__bind_gptq(b, &s) : sala__bind_nvfp4(b, &s);
+}
+
+// A configuration that names a scheme names one that is there. It need not be the only one.
+static int sala__scheme_agrees(const sala__binder *b) {
+    static const char *const names[] = {"", "none", "GPTQ", "compressed-tensors", "ModelOpt"};
+    int said = b->c->scheme.kind, most = SALA__PLAIN;
+    if (!said || b->found[said]) return 0;
+    for (int kind = SALA__GPTQ; kind <= SALA__MODELOPT; kind++)
+        if (b->found[kind]) most = kind;
+    return sala__fail(b->err, SALA_E_MODEL,
+                      "%s: the configuration says that weights are quantised as %s has it, but the "
+                      "tensors' scheme is: %s",
+                      b->ck->folder, names[said], names[most]);
 }
 
 // [k/8, rows] words of 8 codes along k, the lowest k lowest -> the item's rows of [n, k/8] words. In
@@ -2451,13 +2461,12 @@ static void sala__share_input_scales(const sala__config *c, sala__weights *w) {
 // want sala__weights_load before they are used.
 static int sala__weights_bind(const sala__env *env, sala__checkpoint *ck, const sala__config *c,
                               sala__weights *w, sala_error *err) {
-    sala__binder loader = {env, ck, c, w, err};
+    sala__binder binder = {env, ck, c, w, err, {0}};
     sala__item item, first;
-    int missing = 0, quantised = 0, code = sala__weights_plan(env, c, w, err);
+    int missing = 0, code = sala__weights_plan(env, c, w, err);
     for (int i = 0; i < sala__item_count(c) && code == 0; i++) {
         if (!sala__item_at(c, w, i, &item)) continue;
-        code = sala__bind_item(&loader, &item);
-        quantised += item.weight->format > SALA_F32;
+        code = sala__bind_item(&binder, &item);
         if (code == 1 && missing++ == 0) first = item;
         if (code == 1) code = 0;
     }
@@ -2466,10 +2475,7 @@ static int sala__weights_bind(const sala__env *env, sala__checkpoint *ck, const 
             sala__tensors_fail(ck->folder, first.name, missing, "is missing", "are missing", err);
     if (code == 0 && c->tied) code = sala__bind_tied(ck, err);
     if (code == 0) code = sala__bind_rest(env, ck, err);
-    if (code == 0 && c->scheme.kind && !quantised)
-        code = sala__fail(err, SALA_E_MODEL,
-                          "%s: the configuration says that weights are quantised, but none is",
-                          ck->folder);
+    if (code == 0) code = sala__scheme_agrees(&binder);
     if (code == 0) {
         sala__share_input_scales(c, w);
         sala__weights_finish(c, w);
@@ -2483,7 +2489,7 @@ static int sala__weights_bind(const sala__env *env, sala__checkpoint *ck, const 
 // the file, but all their scales (a ninth of it) are read and checked.
 static int sala__weights_load(const sala__env *env, sala__checkpoint *ck, const sala__config *c,
                               sala__weights *w, sala_error *err) {
-    sala__binder loader = {env, ck, c, w, err};
+    sala__binder binder = {env, ck, c, w, err, {0}};
     sala__item item;
     sala__source s;
     int code = 0, count = sala__item_count(c);
@@ -2491,9 +2497,9 @@ static int sala__weights_load(const sala__env *env, sala__checkpoint *ck, const 
         if (!sala__item_at(c, w, i, &item) || item.weight->format < SALA_NVFP4) continue;
         sala__source_of(ck, w, &item, &s);
         if (s.kind == SALA__GPTQ)
-            code = sala__load_gptq(&loader, &s);
+            code = sala__load_gptq(&binder, &s);
         else
-            code = sala__check_nvfp4(&loader, &s);
+            code = sala__check_nvfp4(&binder, &s);
         sala__progress(env, "reading scales", 0.1 + 0.3 * i / count);
     }
     return code; // what was taken goes with the weights
