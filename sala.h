@@ -4700,9 +4700,13 @@ typedef uint16_t sala__vec_half_memory
     __attribute__((vector_size(2 * SALA__VEC), aligned(2), may_alias));
 
 SALA__INLINE sala__vec sala__set_vec(float x) {
+#if defined(__AVX512F__) // one instruction; GCC makes sixteen of the loop
+    return (sala__vec)_mm512_set1_ps(x);
+#else
     sala__vec v;
     for (int i = 0; i < SALA__VEC; i++) v[i] = x;
     return v;
+#endif
 }
 
 SALA__INLINE sala__vec sala__load_vec(const float *p) {
@@ -5160,35 +5164,89 @@ static SALA__UNUSED float sala__dot_reference(const float *x, const float *w, in
 }
 
 // 4-bit weights are widened first, exactly: the same sums of w without alpha, which multiplies the
-// result in FP32.
+// result in FP32. A code is looked up in a table of the 16 numbers that it can mean.
 
 static const float sala__e2m1[16] = {0,     0.5f,  1,  1.5f,  2,  3,  4,  6,
                                      -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 
-// 16 weights of row n from column k on, both in the same group, without alpha. k: a multiple of 16.
-static inline void sala__load_weight4(const sala_weight *w, int n, int k, float out[16]) {
-    const uint8_t *codes = (const uint8_t *)w->data + ((size_t)n * (size_t)w->k + (size_t)k) / 2;
-    size_t group = (size_t)n * (size_t)(w->k / w->group) + (size_t)(k / w->group);
-    if (w->format == SALA_NVFP4) {
-        float scale = sala_e4m3_f32(((const uint8_t *)w->scale)[group]);
-#if defined(__AVX512F__)
-        __m512i bits = _mm512_cvtepu8_epi32(
-            _mm_unpacklo_epi8(_mm_loadl_epi64((const __m128i *)codes),
-                              _mm_srli_epi16(_mm_loadl_epi64((const __m128i *)codes), 4)));
-        __m512 table = _mm512_loadu_ps(sala__e2m1);
-        _mm512_storeu_ps(out,
-                         _mm512_mul_ps(_mm512_permutexvar_ps(bits, table), _mm512_set1_ps(scale)));
-#else
-        for (int i = 0; i < 16; i++) out[i] = sala__e2m1[codes[i / 2] >> i % 2 * 4 & 15] * scale;
-#endif
+static const float sala__codes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+// One row of a 4-bit matrix, and the group in which a walk along it stands.
+typedef struct sala__row4 {
+    const uint8_t *codes;
+    const char *scales;  // [k/group]
+    const uint8_t *zero; // [k/group] or NULL
+    int32_t group, next; // INT4: where the next group begins
+    float scale;         // NVFP4: of the group
+    float table[16];     // INT4: what codes of the group mean
+} sala__row4;
+
+SALA__INLINE sala__row4 sala__row4_of(const sala_weight *w, int n) {
+    sala__row4 r;
+    size_t groups = (size_t)n * (size_t)(w->k / w->group);
+    r.codes = (const uint8_t *)w->data + (size_t)n * (size_t)w->k / 2;
+    r.scales = (const char *)w->scale + groups * (w->format == SALA_NVFP4 ? 1 : 2);
+    r.zero = w->zero ? w->zero + groups : NULL;
+    r.group = w->group;
+    r.next = 0;
+    return r;
+}
+
+// Step to column k, a multiple of 16; the walk begins anywhere. Scales are finite: loading sees to
+// it.
+SALA__INLINE void sala__row4_step(sala__row4 *r, int32_t format, int k) {
+    if (format == SALA_NVFP4) {
+        uint32_t c = ((const uint8_t *)r->scales)[k / 16];
+        r->scale = c >= 8 ? sala_bits_f32((c << 20) + (120u << 23)) : (float)c * 0x1p-9f;
         return;
     }
-    float scale = sala_bf16_f32(((const uint16_t *)w->scale)[group]);
-    int zero = w->zero ? w->zero[group] : 8;
-    for (int i = 0; i < 16; i++) {
-        int code = codes[i / 2] >> i % 2 * 4 & 15;
-        out[i] = sala_bf16_f32(sala_f32_bf16((float)(code - zero) * scale));
+    if (k < r->next) return;
+    int g = k / r->group;
+    sala__vec scale = sala__set_vec(sala_bf16_f32(((const uint16_t *)(const void *)r->scales)[g]));
+    sala__vec zero = sala__set_vec(r->zero ? (float)r->zero[g] : 8.0f);
+    r->next = (g + 1) * r->group;
+    for (int i = 0; i < 16; i += SALA__VEC) { // rounded to BF16 as sala_f32_bf16 does
+        sala__vec_bits u = (sala__vec_bits)((sala__load_vec(sala__codes + i) - zero) * scale);
+        u = (u + 0x7FFFu + (u >> 16 & 1u)) & 0xFFFF0000u;
+        sala__store_vec(r->table + i, (sala__vec)u);
     }
+}
+
+// SALA__VEC weights from column k + part.
+SALA__INLINE sala__vec sala__row4_load(const sala__row4 *r, int32_t format, int k, int part) {
+    const float *table = format == SALA_NVFP4 ? sala__e2m1 : r->table;
+    const uint8_t *codes = r->codes + (k + part) / 2;
+    sala__vec v;
+#if defined(__AVX512F__)
+    const __m512i shift =
+        _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+    int32_t words[2];
+    memcpy(words, codes, 8);
+    __m512i both = _mm512_mask_set1_epi32(_mm512_set1_epi32(words[0]), 0xFF00, words[1]);
+    // A lookup reads the lowest four bits of its index alone.
+    v = (sala__vec)_mm512_maskz_permutexvar_ps(0xFFFF, _mm512_maskz_srlv_epi32(0xFFFF, both, shift),
+                                               _mm512_loadu_ps(table));
+#elif defined(__AVX2__) && defined(__FMA__)
+    const __m256i shift = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    int32_t word;
+    memcpy(&word, codes, 4);
+    __m256i index = _mm256_srlv_epi32(_mm256_set1_epi32(word), shift);
+    __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
+    __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), index);
+    __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)); // bit 3 where signs are
+    v = (sala__vec)_mm256_blendv_ps(low, high, upper);
+#else
+    for (int i = 0; i < SALA__VEC; i++) v[i] = table[codes[i / 2] >> i % 2 * 4 & 15];
+#endif
+    return format == SALA_NVFP4 ? v * sala__set_vec(r->scale) : v;
+}
+
+// 16 weights of row n from column k on, both multiples of 16 as groups are, without alpha.
+static inline void sala__load_weight4(const sala_weight *w, int n, int k, float out[16]) {
+    sala__row4 r = sala__row4_of(w, n);
+    sala__row4_step(&r, w->format, k);
+    for (int i = 0; i < 16; i += SALA__VEC)
+        sala__store_vec(out + i, sala__row4_load(&r, w->format, k, i));
 }
 
 // How it is made fast. An item is a block of rows and a panel of weight rows. Its part of x is
@@ -5376,13 +5434,18 @@ SALA__INLINE void sala__gemm_pack(const sala__tile_weights *w, int32_t format, i
     }
 }
 
-// The same for 4-bit weights.
-static void sala__gemm_pack4(const sala__gemm_part *p, int n, int from, int depth, float *to) {
-    for (int i = 0; i < depth; i += 16)
-        for (int c = 0; c < 4; c++, to += 16) {
-            int row = p->col + n + c < p->w->n ? p->col + n + c : p->w->n - 1;
-            sala__load_weight4(p->w, row, from + i, to);
+// The same for 4-bit weights, columns from .. from + depth - 1.
+SALA__INLINE void sala__gemm_pack4(const sala__gemm_part *p, int32_t format, int n, int from,
+                                   int depth, float *to) {
+    for (int c = 0; c < 4; c++) {
+        int row = p->col + n + c < p->w->n ? p->col + n + c : p->w->n - 1;
+        sala__row4 r = sala__row4_of(p->w, row);
+        for (int i = 0; i < depth; i += 16) {
+            sala__row4_step(&r, format, from + i);
+            for (int j = 0; j < 16; j += SALA__VEC)
+                sala__store_vec(to + 4 * i + 16 * c + j, sala__row4_load(&r, format, from + i, j));
         }
+    }
 }
 
 // Add one block of columns, for all weight rows of the part.
@@ -5394,7 +5457,8 @@ static void sala__gemm_columns(const sala__gemm_part *p, int from, int depth, co
         sala__tile_weights w;
         w.packed = p->weights;
         if (sala__is_4bit(format)) {
-            sala__gemm_pack4(p, n, from, depth, p->weights);
+            if (format == SALA_NVFP4) sala__gemm_pack4(p, SALA_NVFP4, n, from, depth, p->weights);
+            if (format == SALA_INT4) sala__gemm_pack4(p, SALA_INT4, n, from, depth, p->weights);
             sala__gemm_tiles(p, 0, x, &w, depth / 16, sums);
             continue;
         }
@@ -5415,21 +5479,28 @@ static void sala__gemm_columns(const sala__gemm_part *p, int from, int depth, co
     }
 }
 
-// sums[4 * r] += one partial sum of a weight row with `rows` (at most SALA__TILE) rows of x.
-// x: [steps, rows, 16].
-SALA__INLINE void sala__row_add(int rows, int32_t format, const float *x, const char *w, int steps,
-                                float *sums) {
+// sums[4 * r] += one partial sum of a weight row with `rows` (at most SALA__TILE) rows of x: of the
+// row's columns from .. from + 16 * steps - 1. x: [steps, rows, 16].
+SALA__INLINE void sala__row_add(int rows, int32_t format, const float *x, const sala_weight *weight,
+                                int n, int from, int steps, float *sums) {
     enum { PARTS = 16 / SALA__VEC };
+    const int four = format == SALA_NVFP4 || format == SALA_INT4, size = sala__weight_size(format);
+    const char *w = four ? NULL : sala__weight_at(weight, n, from);
     sala__vec lanes[SALA__TILE][PARTS];
-    int size = sala__weight_size(format);
+    sala__row4 row;
+    if (four) row = sala__row4_of(weight, n);
     SALA__UNROLL
     for (int i = 0; i < rows * PARTS; i++) lanes[i / PARTS][i % PARTS] = sala__set_vec(0);
     for (int i = 0; i < 16 * steps; i += 16, x += 16 * rows) {
-        if (i * size % 64 == 0) __builtin_prefetch(w + i * size + SALA__GEMM_AHEAD);
+        if (four) sala__row4_step(&row, format, from + i);
+        if (four ? i % 128 == 0 : i * size % 64 == 0)
+            __builtin_prefetch((four ? (const char *)row.codes + (from + i) / 2 : w + i * size) +
+                               SALA__GEMM_AHEAD);
         SALA__UNROLL
         for (int part = 0; part < PARTS; part++) {
             const float *xp = x + part * SALA__VEC;
-            sala__vec v = sala__load_weight_vec(w + (i + part * SALA__VEC) * size, format);
+            sala__vec v = four ? sala__row4_load(&row, format, from + i, part * SALA__VEC)
+                               : sala__load_weight_vec(w + (i + part * SALA__VEC) * size, format);
             SALA__UNROLL
             for (int r = 0; r < rows; r++)
                 lanes[r][part] = sala__fma_vec(sala__load_vec(xp + 16 * r), v, lanes[r][part]);
@@ -5451,15 +5522,8 @@ SALA__INLINE void sala__gemm_along(const sala__gemm_part *p, int rows, int32_t f
         float *sums = p->sums + n / 4 * SALA__TILE * 4 + n % 4;
         for (int from = 0; from < k; from += SALA_GEMM_K) {
             int depth = k - from < SALA_GEMM_K ? k - from : SALA_GEMM_K;
-            if (sala__is_4bit(format)) {
-                for (int i = 0; i < depth; i += 16)
-                    sala__load_weight4(p->w, p->col + n, from + i, p->weights + i);
-                const char *at = (const char *)p->weights;
-                sala__row_add(rows, SALA_F32, p->x + from * rows, at, depth / 16, sums);
-                continue;
-            }
-            const char *at = sala__weight_at(p->w, p->col + n, from);
-            sala__row_add(rows, format, p->x + from * rows, at, depth / 16, sums);
+            sala__row_add(rows, format, p->x + from * rows, p->w, p->col + n, from, depth / 16,
+                          sums);
         }
     }
 }
@@ -5527,7 +5591,8 @@ static void sala__gemm_item(void *context, int64_t item, int thread) {
     if (job->narrow && p.w->format == SALA_BF16) sala__gemm_narrow(&p, SALA_BF16);
     if (job->narrow && p.w->format == SALA_F16) sala__gemm_narrow(&p, SALA_F16);
     if (job->narrow && p.w->format == SALA_F32) sala__gemm_narrow(&p, SALA_F32);
-    if (job->narrow && sala__is_4bit(p.w->format)) sala__gemm_narrow(&p, p.w->format);
+    if (job->narrow && p.w->format == SALA_NVFP4) sala__gemm_narrow(&p, SALA_NVFP4);
+    if (job->narrow && p.w->format == SALA_INT4) sala__gemm_narrow(&p, SALA_INT4);
     sala__gemm_finish(a, &p);
 }
 
@@ -5539,8 +5604,10 @@ static void sala__op_gemm(sala__cpu *cpu, const sala_gemm_args *a) {
     job.a = a;
     job.block = a->rows < SALA__GEMM_ROWS ? a->rows : SALA__GEMM_ROWS;
     job.whole = a->rows <= SALA__GEMM_ROWS && floats <= SALA__GEMM_ROWS * SALA_GEMM_K;
-    job.narrow =
-        job.whole && (a->rows == 1 || (a->rows <= SALA__TILE && floats <= SALA__GEMM_NARROW));
+    // 4 bits are widened for each walk: that costs more than x from an L2 cache.
+    int64_t narrow =
+        sala__is_4bit(a->w[0].format) ? SALA__GEMM_ROWS * SALA_GEMM_K : SALA__GEMM_NARROW;
+    job.narrow = job.whole && (a->rows == 1 || (a->rows <= SALA__TILE && floats <= narrow));
     int64_t blocks = (a->rows + job.block - 1) / job.block;
     for (job.panel = SALA__GEMM_PANEL;;
          job.panel /= 2) { // small enough that all threads end at about the same time
