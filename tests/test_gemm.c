@@ -430,6 +430,62 @@ static void reference(void) {
     sala__cpu_close(&cpu[1]);
 }
 
+// 4-bit weights: w_f32 holds what the codes mean, one by one, and alpha multiplies the definition's sum.
+static uint8_t codes4[71 * MAX_K / 2], scales4[71 * MAX_K / 8], zeros4[71 * MAX_K / 32];
+static float alpha4[71];
+
+static sala_weight fill_w4(int32_t format, int32_t group, int n, int k) {
+    sala_weight w = sala_plain_weight(codes4, format, n, k);
+    uint16_t *wide = (uint16_t *)(void *)scales4;
+    w.group = group;
+    w.scale = scales4;
+    w.zero = format == SALA_INT4 && group == 32 ? zeros4 : NULL;
+    w.alpha = alpha4;
+    for (int i = 0; i < n * k / 2; i++) codes4[i] = (uint8_t)check_random();
+    for (int i = 0; i < n * k / group; i++) {
+        zeros4[i % (int)sizeof zeros4] = (uint8_t)(check_random() % 17);
+        if (format == SALA_NVFP4) scales4[i] = (uint8_t)(check_random() % 0x7F);
+        if (format == SALA_INT4) wide[i] = sala_f32_bf16(check_uniform());
+    }
+    for (int i = 0; i < n; i++) alpha4[i] = check_uniform();
+    for (int i = 0; i < n * k; i++) {
+        int code = codes4[i / 2] >> i % 2 * 4 & 15, g = i / group;
+        float step = format == SALA_NVFP4 ? sala_e2m1_f32((uint8_t)code)
+                                          : (float)(code - (w.zero ? zeros4[g] : 8));
+        float scale = format == SALA_NVFP4 ? sala_e4m3_f32(scales4[g]) : sala_bf16_f32(wide[g]);
+        w_f32[i] = sala_bf16_f32(sala_f32_bf16(step * scale));
+    }
+    return w;
+}
+
+static void four_bits(void) {
+    static const int rows[] = {1, 2, 3, 4, 5, 16, 17, 65}, ks[] = {64, 192, 512, 576, 2304};
+    static float xr[MAX_K];
+    sala__cpu cpu;
+    open_cpu(&cpu, 3, 0);
+    fill_x(65 * MAX_K);
+    for (int i = 0; i < 8 * 5 * 4; i++) {
+        int m = rows[i % 8], k = ks[i / 8 % 5], kind = i / 40, n = 1 + i * 37 % 70, wrong = 0;
+        sala_gemm_args a = product(m, NULL, 0, n, k);
+        a.w[0] = fill_w4(kind == 0 ? SALA_NVFP4 : SALA_INT4,
+                         kind == 0   ? 16
+                         : kind == 1 ? 32
+                         : kind == 2 ? 64
+                                     : k,
+                         n, k);
+        a.y_f32 = y_f32;
+        sala__op_gemm(&cpu, &a);
+        for (int r = 0; r < m; r++) {
+            for (int c = 0; c < k; c++) xr[c] = sala_load(x[r * k + c]);
+            for (int c = 0; c < n; c++)
+                wrong += sala_f32_bits(y_f32[r * n + c]) !=
+                         sala_f32_bits(sala__dot_reference(xr, w_f32 + c * k, k) * alpha4[c]);
+        }
+        CHECK(wrong == 0, "kind %d, rows %d, n %d, k %d: %d wrong", kind, m, n, k, wrong);
+    }
+    sala__cpu_close(&cpu);
+}
+
 // Promise 1: a row's result does not depend on its company, on its place, or on the threads.
 static void batch_invariance(void) {
     const int k = 1552, n = 300, total = 257;
@@ -584,5 +640,5 @@ static void no_rows(void) {
 TEST_MAIN(TEST(loads_and_stores), TEST(weights), TEST(folds), TEST(exponential),
           TEST(exponential_bits), TEST(exponential_edges), TEST(sigmoid), TEST(many_jobs),
           TEST(open_and_close), TEST(bad_options), TEST(out_of_memory), TEST(idle_takes_no_cpu),
-          TEST(sleepers_wake), TEST(signals), TEST(reference), TEST(batch_invariance), TEST(fused),
-          TEST(not_finite), TEST(stays_inside), TEST(no_rows))
+          TEST(sleepers_wake), TEST(signals), TEST(reference), TEST(four_bits),
+          TEST(batch_invariance), TEST(fused), TEST(not_finite), TEST(stays_inside), TEST(no_rows))
