@@ -77,6 +77,10 @@ $(B)/make_models: tools/make_models.c tests/quant_files.h sala.h kernels.h | $(B
 mutations: $(B)/test_kernels $(B)/test_prefill
 	SALA_SIM=$(B)/libsala_sim.so sh tests/sim/mutate.sh $(B)/test_kernels
 
+# The released weights, or a 4-bit copy of them, for whoever has them: make real-test MODEL=DIR
+real-test: $(B)/real
+	$(B)/real "$(MODEL)"
+
 # What only a GPU can tell. STAGE: kernels, engine, sanitizer, needles, bench, prefill or all (the default).
 gpu-test:
 	sh tools/gpu_check.sh $(STAGE)
@@ -94,10 +98,11 @@ help:
 	@echo "make test     build and run all tests that need no GPU"
 	@echo "make check-kernels  compile all kernels for every target (needs NVRTC, no GPU)"
 	@echo "make gpu-test STAGE=all  what only a GPU can tell (kernels engine sanitizer needles bench prefill)"
+	@echo "make real-test MODEL=DIR  the released weights against what others saw them do"
 	@echo "make mutations      plant faults in the kernels and see that the tests notice"
 	@echo "make format   apply .clang-format"
 	@echo "make clean    remove what was built"
 	@echo "variables: CC, ARCH=native|x86-64-v3|..., OPT=-O3, EXTRA=..., B=build, SALA=sala"
 
-.PHONY: all run test check-kernels mutations gpu-test clean format help
+.PHONY: all run test real-test check-kernels mutations gpu-test clean format help
 .DELETE_ON_ERROR:
