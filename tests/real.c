@@ -93,7 +93,7 @@ int main(int argc, char **argv) {
     memset(&o, 0, sizeof o);
     o.context = 4096;
     o.max_sequences = 1;
-    o.logits_rows = 16;
+    o.logits_rows = 64;
     o.hidden_states = 1;
     if (argc != 2 || !*argv[1]) {
         fprintf(stderr, "real-test: no model: make real-test MODEL=DIR with the folder of the "
