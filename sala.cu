@@ -520,14 +520,9 @@ SALA_DEVICE void sala_gemm_store(const sala_product_args *a, const sala_gemm_ite
     for (int group = 0; group < 4; group++) {
         if (group >= groups) break;
 #pragma unroll
-        for (int i = 0; i < 8; i++) { // of each tile: rows of x vary first, then weight rows
-            int wr = at->tile * 64 + column + i / 4 * 16 + (i & 2) * 4; // TEMP
-            const sala_weight *tw = &a->gemm.w[at->weight];
-            float alpha =
-                tw->alpha && wr < tw->n << (a->kind == SALA_PRODUCT_SWIGLU) ? tw->alpha[wr] : 1.0f;
+        for (int i = 0; i < 8; i++) // of each tile: rows of x vary first, then weight rows
             result[sala_gemm_place(row + group * 8 + (i & 1), column + i / 4 * 16 + (i & 2) * 4)] =
-                sum[group][i / 4][i & 3] * alpha;
-        }
+                sum[group][i / 4][i & 3];
     }
     __syncthreads();
     int n = a->gemm.w[at->weight].n, rows = a->gemm.rows - at->row;
@@ -598,9 +593,11 @@ SALA_DEVICE void sala_gemm_run(const sala_product_args *a) {
     sala_gemm_feed feed = first;
     int half = (int)threadIdx.x >> 5 & 1, slot = 0;
 #pragma unroll 1
-    for (int i = 0;; i++) {           // weights first, without waiting; then x
-        if (i == 0) sala_wait_grid(); // TEMP
-        if (i == SALA_GEMM_AHEAD) feed = first;
+    for (int i = 0;; i++) { // weights first, without waiting; then x
+        if (i == SALA_GEMM_AHEAD) {
+            sala_wait_grid();
+            feed = first;
+        }
         sala_gemm_next(a, &feed);
         if (i == 2 * SALA_GEMM_AHEAD) break;
         if (i < SALA_GEMM_AHEAD) {

@@ -7707,7 +7707,6 @@ static void sala__launch_product(sala__gpu *g, sala_product_args *a) {
         sala__launch_prefill_product(g, a);
         return;
     }
-    sala__unpack_weights(g, a); // TEMP
     a->splits = 1;
     if (a->kind == SALA_PRODUCT_NORM) a->splits = sala_gemm_splits(a->gemm.w[0].n, a->gemm.w[0].k);
     for (int i = 0; i < a->gemm.count; i++) {
@@ -8057,10 +8056,9 @@ static int64_t sala__gpu_unpack_bytes(const sala__config *c, sala__weights *w, i
     sala__item item;
     int64_t most = 0, sum = 0; // sum: of q, k, v and the gate
     for (int i = 0; i < sala__item_count(c); i++) {
-        if (!sala__item_at(c, w, i, &item)) continue; // TEMP: also the head
+        if (!sala__item_at(c, w, i, &item) || item.layer < 0) continue;
         const sala__layer *l = &w->layers[item.layer < 0 ? 0 : item.layer];
         const sala_weight *x = item.weight;
-        (void)w4a4, w4a4 = 0; // TEMP
         sala__gpu_place p = sala__gpu_place_of(&item, w);
         int64_t bytes = p.block && p.layout != 3 ? p.rows * item.k * 2 : 0;
         if (w4a4 && p.format == SALA_NVFP4) bytes = 0;
