@@ -675,6 +675,12 @@ SALA_FN int32_t sala_state_place(int32_t key, int32_t column) {
 #define SALA_GEMM_STAGE ((SALA_GEMM_ROWS + SALA_GEMM_TOKENS) * 128) // bytes
 #define SALA_GEMM_SHARED (SALA_GEMM_STAGES * SALA_GEMM_STAGE)
 
+// With weights of 4 bits:
+#define SALA_GEMM4_THREADS 256
+#define SALA_GEMM4_ROWS 128
+#define SALA_GEMM4_TOKENS 48
+#define SALA_GEMM4_SHARED (99 << 10)
+
 // Into how many sums of consecutive k a block-spanning product is split, by the matrix's shape alone,
 // so that about 256 blocks share it. A row's result is the sum of the splits in order, a split's the
 // sum of its chunks of SALA_GEMM_K in order.
@@ -691,6 +697,7 @@ typedef struct sala_product_args {
     int32_t kind;
     int32_t splits, row_tiles, items; // items: tiles * splits * row_tiles
     int32_t tiles[SALA_GEMM_MAX]; // of SALA_GEMM_ROWS (or a prefill shape's) rows, of each weight
+    int32_t tokens;               // rows of x of an item
     int32_t shape;                // prefill: index into SALA_PREFILL_SHAPES
     sala_gemm_args gemm;
     sala_norm_args norm; // this and what follows as in sala_gemm_norm_args
@@ -836,8 +843,8 @@ typedef struct sala_sample_args {
     X(fill4, sala_fill4_args, 256, 3)                                                              \
     X(unpack4, sala_unpack4_args, 256, 3)                                                          \
     X(quantize, sala_quantize_args, 256, 3)                                                        \
-    X(gemm_nvfp4, sala_product_args, 128, 4)                                                       \
-    X(gemm_int4, sala_product_args, 128, 5)                                                        \
+    X(gemm_nvfp4, sala_product_args, 256, 4)                                                       \
+    X(gemm_int4, sala_product_args, 256, 5)                                                        \
     X(prefill_fp4, sala_product_args, 128, 6)
 
 #endif // SALA_KERNELS_H

@@ -90,6 +90,16 @@ SALA_DEVICE uint32_t sala_fma2(uint32_t a, uint32_t b, uint32_t c) {
     return d;
 }
 
+// The low or the high (a constant) of two BF16 as both: sala_fma2 takes it from its place.
+SALA_DEVICE uint32_t sala_twice(uint32_t pair, int high) {
+    uint32_t both;
+    if (high)
+        asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h};}" : "=r"(both) : "r"(pair));
+    else
+        asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(both) : "r"(pair));
+    return both;
+}
+
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 SALA_DEVICE void sala_ldmatrix4(uint32_t r[4], const void *shared) {
     uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
@@ -133,6 +143,10 @@ SALA_DEVICE void sala_copy_commit(void) {
 // __syncthreads does not allow.
 #define SALA_MEET(threads) asm volatile("bar.sync 1, %0;" ::"n"(threads) : "memory")
 
+// The same for teams of threads of a block; `team` counts from 0.
+#define SALA_MEET_TEAM(team, threads)                                                              \
+    asm volatile("bar.sync %0, %1;" ::"r"((team) + 1), "n"(threads) : "memory")
+
 // 16 bytes of a weight that is read once.
 SALA_DEVICE uint4 sala_load_once(const void *global) {
     uint4 v;
@@ -165,11 +179,7 @@ constexpr sala_dims MODEL = {SALA_DIMS};
 #define SALA_MAJOR (__CUDA_ARCH__ / 100) // of compute capability
 
 // Is a kernel of this unit wanted? (see SALA_KERNELS)
-#ifdef SALA_TRACE
-#define SALA_HAS(unit) 1
-#else
 #define SALA_HAS(unit) (SALA_UNIT == unit)
-#endif
 
 // ---- 2. small helpers
 
@@ -386,18 +396,45 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     if (own) ((uint32_t *)a.y)[first + at] = x;
 }
 
+#endif
+#if SALA_HAS(0) || SALA_HAS(4) || SALA_HAS(5)
+
 // ---- 4. matrix products: what a step's time is spent on
 // Decoding reads every weight once, so the loop is a pipeline of copies into shared memory with
-// just enough arithmetic behind it. An item is a tile of SALA_GEMM_ROWS weight rows, one split of k
-// and up to SALA_GEMM_TOKENS rows of x; a block takes every gridDim.x-th item, the copies running
-// on from one item to the next. A stage is 64 k of both: 8 KiB of weights that lie together, and
-// 128 bytes of each row of x. All products are this one kernel: its code stays in the instruction
-// cache while weights stream by, and a step comes back to it four times a layer.
+// just enough arithmetic behind it. An item is a tile of weight rows, one split of k and some rows
+// of x; a block takes every gridDim.x-th item, the copies running on from one item to the next. A
+// stage is 64 k of both: weights that lie together, and 128 bytes of each row of x. All products of
+// a format are this one kernel: its code stays in the instruction cache while weights stream by,
+// and a step comes back to it four times a layer.
+//
+// BF16: four warps, two by two, of 32 rows of weights and 32 of x each. 4 bits: a weight must be
+// widened only once, so a warp has 32 rows of weights and all rows of x; and x must not be read more
+// than the weights are, so a tile has 128 rows. Two teams of four warps, each with a ring of stages
+// of its own, take the halves of k.
 
+#if SALA_HAS(0)
 enum {
-    SALA_GEMM_X = SALA_GEMM_ROWS * 128,    // where x begins in a stage
-    SALA_GEMM_AHEAD = SALA_GEMM_STAGES - 1 // stages in flight
+    SALA_THREADS = SALA_GEMM_THREADS,
+    SALA_ROWS = SALA_GEMM_ROWS, // of weights, of an item
+    SALA_SHARED = SALA_GEMM_SHARED,
+    SALA_RING = SALA_GEMM_SHARED,
+    SALA_WEIGHTS = SALA_GEMM_ROWS * 128, // bytes of weights in a stage
+    SALA_WIDEST = 4,                     // groups of 8 rows of x of a warp
+    SALA_CHUNK = SALA_GEMM_K / 64
 };
+#else
+enum {
+    SALA_THREADS = SALA_GEMM4_THREADS,
+    SALA_ROWS = SALA_GEMM4_ROWS,
+    SALA_SHARED = SALA_GEMM4_SHARED,
+    SALA_RESULT = 8 * SALA_ROWS, // floats of a team's result of eight rows of x
+    SALA_RING = (SALA_GEMM4_SHARED - 2 * 4 * SALA_RESULT) / 2,
+    SALA_SHARE = SALA_HAS(4) ? 1024 + 128 : 1024 + 256, // bytes of a warp: codes, scales
+    SALA_WEIGHTS = 4 * SALA_SHARE,
+    SALA_WIDEST = SALA_GEMM4_TOKENS / 8
+};
+#endif
+enum { SALA_TEAM = 128, SALA_TEAMS = SALA_THREADS / SALA_TEAM };
 
 // One item: which weight, its tile, the split of k and the first row of x.
 typedef struct sala_gemm_item {
@@ -407,17 +444,41 @@ typedef struct sala_gemm_item {
 // The copies of one thread: where the next ones come from and go to.
 typedef struct sala_gemm_feed {
     int item, left;             // stages of the item that are still to be copied
-    int slot;                   // offset of the stage to be written
+    int slot;                   // offset in the ring of the stage to be written
     int rows;                   // rows of x in the item
+    int absent;                 // 4 bits: this warp's rows are beyond the matrix
+    int biased;                 // 4 bits: there are words of biases
     int64_t stride;             // bytes from a tile's stage to its next
     const unsigned char *w, *x; // the first 16 bytes of each
 } sala_gemm_feed;
+
+// Of a ring: bytes of a stage for `wide` groups of 8 rows of x, and how many there are.
+SALA_DEVICE int sala_gemm_stage(int wide) {
+    return SALA_WEIGHTS + (SALA_HAS(0) ? SALA_GEMM_TOKENS : wide * 8) * 128;
+}
+
+SALA_DEVICE int sala_gemm_stages(int wide) {
+    return min(SALA_RING / sala_gemm_stage(wide), 8);
+}
+
+SALA_DEVICE unsigned char *sala_gemm_ring(void) { // of this thread's team
+    return sala_shared() + (SALA_TEAMS == 1 ? 0 : (threadIdx.x / SALA_TEAM) * SALA_RING);
+}
+
+// Stages of an item: all, or those of the thread's team, the first of which is `from`.
+SALA_DEVICE int sala_gemm_depth(const sala_product_args *a, int *from) {
+    int all = a->gemm.w[0].k / a->splits >> 6, half = (all + 1) / 2;
+    *from = 0;
+    if (SALA_TEAMS == 1) return all;
+    *from = threadIdx.x < SALA_TEAM ? 0 : half;
+    return threadIdx.x < SALA_TEAM ? half : all - half;
+}
 
 // The rows of x vary fastest, so that blocks which share weights run together.
 SALA_DEVICE sala_gemm_item sala_gemm_find(const sala_product_args *a, int item) {
     sala_gemm_item found;
     int unit = a->row_tiles == 1 ? item : (int)((unsigned)item / (unsigned)a->row_tiles);
-    found.row = (item - unit * a->row_tiles) * SALA_GEMM_TOKENS;
+    found.row = (item - unit * a->row_tiles) * a->tokens;
     found.split = unit & (a->splits - 1); // a power of two
     found.tile = unit >> (__ffs(a->splits) - 1);
     found.weight = 0;
@@ -426,51 +487,83 @@ SALA_DEVICE sala_gemm_item sala_gemm_find(const sala_product_args *a, int item) 
     return found;
 }
 
+// Where a thread's copies of an item's weights begin, and how far it is to the next stage.
+SALA_DEVICE void sala_gemm_feed_weights(const sala_product_args *a, const sala_gemm_item *at,
+                                        int64_t stage, sala_gemm_feed *feed) {
+    const sala_weight *w = &a->gemm.w[at->weight];
+    const unsigned char *data = (const unsigned char *)w->data;
+    int thread = (int)threadIdx.x % SALA_TEAM, tiles = a->tiles[at->weight];
+    if (SALA_HAS(0)) {
+        feed->w = data + (stage * tiles + at->tile) * SALA_WEIGHTS + thread * 16;
+        feed->stride = (int64_t)tiles * SALA_WEIGHTS;
+        return;
+    }
+    int block = sala_block4(w->format, w->group, w->zero != nullptr), warp = thread >> 5, tile = at->tile * 2 + (warp >> 1);
+    tiles = ((a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1) * w->n + 63) >> 6; // of 64 rows
+    feed->w = data + (stage * tiles + tile) * block + (warp & 1) * 1024 + (thread & 31) * 16;
+    feed->stride = (int64_t)tiles * block;
+    feed->absent = tile >= tiles;
+    feed->biased = block == SALA_BLOCK4_BIAS;
+}
+
 // Turn to the next stage; the first call turns to the first one of the block.
-SALA_DEVICE void sala_gemm_next(const sala_product_args *a, sala_gemm_feed *feed) {
-    feed->slot += SALA_GEMM_STAGE;
-    if (feed->slot == SALA_GEMM_SHARED) feed->slot = 0;
+SALA_DEVICE void sala_gemm_next(const sala_product_args *a, int wide, sala_gemm_feed *feed) {
+    feed->slot += sala_gemm_stage(wide);
+    if (feed->slot == sala_gemm_stages(wide) * sala_gemm_stage(wide)) feed->slot = 0;
     feed->w += feed->stride;
     feed->x += 128;
     if (--feed->left > 0) return;
     feed->item += (int)gridDim.x;
     if (feed->item >= a->items) return;
     sala_gemm_item at = sala_gemm_find(a, feed->item);
-    int k = a->gemm.w[0].k, depth = k / a->splits, thread = (int)threadIdx.x;
-    int tiles = a->tiles[at.weight];
-    int64_t row = at.row + (thread >> 3),
-            stage = (int64_t)(at.split * depth >> 6) * tiles + at.tile;
-    feed->w = (const unsigned char *)a->gemm.w[at.weight].data + stage * SALA_GEMM_X + thread * 16;
-    feed->x = (const unsigned char *)(a->gemm.x + row * k + at.split * depth) + (thread & 7) * 16;
-    feed->stride = (int64_t)tiles * SALA_GEMM_X;
-    feed->rows = a->gemm.rows - at.row;
-    feed->left = depth >> 6;
+    int k = a->gemm.w[0].k, thread = (int)threadIdx.x % SALA_TEAM, from;
+    feed->left = sala_gemm_depth(a, &from);
+    if (feed->left == 0) feed->item = a->items; // a team that has nothing to do
+    int64_t row = at.row + (thread >> 3), stage = at.split * (k / a->splits >> 6) + from;
+    sala_gemm_feed_weights(a, &at, stage, feed);
+    feed->x = (const unsigned char *)(a->gemm.x + row * k + stage * 64) + (thread & 7) * 16;
+    feed->rows = min(a->gemm.rows - at.row, a->tokens);
 }
 
 SALA_DEVICE void sala_gemm_copy_weights(const sala_product_args *a, const sala_gemm_feed *feed) {
-    unsigned char *to = sala_shared() + feed->slot + threadIdx.x * 16;
+    int thread = (int)threadIdx.x % SALA_TEAM;
+    unsigned char *to = sala_gemm_ring() + feed->slot;
     if (feed->item >= a->items) return;
-    for (int i = 0; i < SALA_GEMM_X; i += SALA_GEMM_THREADS * 16) sala_copy16(to + i, feed->w + i);
+#if SALA_HAS(0)
+    for (int i = 0; i < SALA_WEIGHTS; i += SALA_TEAM * 16)
+        sala_copy16(to + thread * 16 + i, feed->w + i);
+#else
+    int lane = thread & 31;
+    to += (thread >> 5) * SALA_SHARE + lane * 16;
+    if (feed->absent) return;
+    sala_copy16(to, feed->w);
+    sala_copy16(to + 512, feed->w + 512);
+    const unsigned char *scales = feed->w + 2048 - (thread >> 5 & 1) * (1024 - 128);
+    if (lane < 8) sala_copy16(to + 1024, scales);
+    if (SALA_HAS(5) && feed->biased && lane < 8) sala_copy16(to + 1024 + 128, scales + 256);
+#endif
 }
 
 // Units 0..3 and 4..7 of every other row change places: a quarter of a warp that reads four units
 // of two rows then meets all 32 banks. Rows that do not exist are not copied: columns of an MMA do
 // not mix, and theirs are not stored.
-SALA_DEVICE void sala_gemm_copy_x(const sala_product_args *a, const sala_gemm_feed *feed) {
-    int step = SALA_GEMM_THREADS / 8, row = (int)threadIdx.x >> 3;
-    int unit = ((int)threadIdx.x & 7) ^ (row & 1) * 4;
-    unsigned char *to = sala_shared() + feed->slot + SALA_GEMM_X + row * 128 + unit * 16;
+SALA_DEVICE void sala_gemm_copy_x(const sala_product_args *a, int wide,
+                                  const sala_gemm_feed *feed) {
+    int step = SALA_TEAM / 8, thread = (int)threadIdx.x % SALA_TEAM, row = thread >> 3;
+    int unit = (thread & 7) ^ (row & 1) * 4, rows = SALA_HAS(0) ? SALA_GEMM_TOKENS : wide * 8;
+    unsigned char *to = sala_gemm_ring() + feed->slot + SALA_WEIGHTS + row * 128 + unit * 16;
     int64_t stride = (int64_t)a->gemm.w[0].k * 2 * step;
     if (feed->item >= a->items) return;
 #pragma unroll
-    for (int i = 0; i < SALA_GEMM_TOKENS / step; i++)
+    for (int i = 0; i * step < rows; i++)
         if (row + i * step < feed->rows) sala_copy16(to + i * step * 128, feed->x + i * stride);
 }
 
+#if SALA_HAS(0)
 // One stage of a warp: 32 weight rows, `groups` (a constant) times 8 rows of x; all loads of 32 k
 // come before their products, and no sum waits for the product before it.
 SALA_DEVICE void sala_gemm_multiply(const unsigned char *w, const unsigned char *x, int groups,
-                                    float sum[4][2][4]) {
+                                    float sum[SALA_WIDEST][2][4]) {
     int lane = (int)threadIdx.x & 31, row = lane >> 2, unit = lane & 3;
 #pragma unroll
     for (int run = 0; run < 2; run++) {
@@ -492,61 +585,195 @@ SALA_DEVICE void sala_gemm_multiply(const unsigned char *w, const unsigned char 
     }
 }
 
-// The result of an item. It passes through the stage that was read last, which nobody needs until
-// the next barrier, so that a small loop can write it in order: [rows of x, 64] FP32, the columns
-// of every other pair of rows shifted by 8 for the banks.
+// The stage of `slot`, `groups` of it.
+SALA_DEVICE void sala_gemm_stage_of(const sala_weight *, int, int groups, int slot,
+                                    float sum[SALA_WIDEST][2][4]) {
+    int warp = (int)threadIdx.x >> 5;
+    const unsigned char *w = sala_shared() + slot + (warp >> 1) * 4096;
+    const unsigned char *x = sala_shared() + slot + SALA_WEIGHTS + (warp & 1) * 32 * 128;
+    if (groups > 2)
+        sala_gemm_multiply(w, x, 4, sum);
+    else if (groups == 2)
+        sala_gemm_multiply(w, x, 2, sum);
+    else if (groups == 1)
+        sala_gemm_multiply(w, x, 1, sum);
+}
+#else
+// Eight codes -> four pairs of BF16 (see sala_code_bits). NVFP4: times 2^-126, the
+// codes' bits being the sign, the last two of the exponent and the first of the mantissa. INT4: 128
+// + code.
+SALA_DEVICE void sala_gemm_widen(uint32_t word, uint32_t pair[4]) {
+#if SALA_HAS(5)
+    for (int i = 0; i < 4; i++) pair[i] = (word >> 4 * i & 0x000F000Fu) | 0x43004300u;
+#elif __CUDA_ARCH__ >= 1200 // native: codes i and i + 4
+    for (int i = 0; i < 4; i++) {
+        uint32_t top = word << (12 - 4 * i);
+        pair[i] = (top & 0x80008000u) | (top >> 6 & 0x01C001C0u);
+    }
+#else
+    const uint32_t mask = 0x81C081C0u;
+    uint64_t last = (uint64_t)(word & 0x6C006C00u) * 0x42100u; // 8, 13 and 18 to the left
+    pair[0] = word & mask;
+    pair[1] = word << 3 & mask;
+    pair[2] = word << 6 & mask;
+    pair[3] = __byte_perm((uint32_t)last, (uint32_t)(last >> 32), 0x3254) & mask;
+#endif
+}
+
+// Eight elements of x in the order in which weights are widened.
+SALA_DEVICE uint4 sala_gemm_order(uint4 x) {
+#if SALA_HAS(4) && __CUDA_ARCH__ >= 1200
+    return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632),
+                      __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632));
+#endif
+    return x;
+}
+
+typedef struct sala_gemm_scale { // of a tile of 16 rows: pairs of BF16
+    uint32_t factor[2], bias[2];
+} sala_gemm_scale;
+
+// NVFP4: [run of 32 k], of rows g and g + 8, times 2^118: bytes << 4 as BF16 are 2^-120 of the scale,
+// subnormal or not. INT4: [row g or g + 8], of the two runs.
+SALA_DEVICE sala_gemm_scale sala_gemm_scales(const sala_weight *of, const unsigned char *scales) {
+    int lane = (int)threadIdx.x & 31;
+    uint2 word = *(const uint2 *)(scales + (lane >> 2) * 8);
+    sala_gemm_scale s;
+    if (SALA_HAS(4)) {
+        const uint32_t big = 0x7B007B00u, zero = 0x80008000u; // 2^119, -0
+        uint32_t four = __byte_perm(word.x, word.y, 0x6420 + 0x1111 * (lane >> 1 & 1));
+        for (int run = 0; run < 2; run++) {
+            uint32_t two = (run ? four >> 4 : four << 4) & 0x0FF00FF0u;
+            s.factor[run] = sala_fma2(sala_fma2(two, big, zero), big, zero);
+        }
+        return s;
+    }
+    bool fine = of->group == 32; // a scale for each run; else scale and bias
+    uint2 bias = make_uint2(0xC308C308u, 0xC308C308u); // -(128 + 8)
+    if (!fine) bias = word;
+    if (fine && of->zero) bias = *(const uint2 *)(scales + 128 + (lane >> 2) * 8);
+    uint32_t factors = fine ? 0x3210 : 0x1010, biases = fine ? 0x3210 : 0x3232;
+    s.factor[0] = __byte_perm(word.x, 0, factors), s.factor[1] = __byte_perm(word.y, 0, factors);
+    s.bias[0] = __byte_perm(bias.x, 0, biases), s.bias[1] = __byte_perm(bias.y, 0, biases);
+    return s;
+}
+
+// A word of row g + 8 * half -> the pairs of the A operands of two steps of 16 k.
+SALA_DEVICE void sala_gemm_dequant(uint32_t word, const sala_gemm_scale *s, int run, int half,
+                                   uint32_t a[2][4]) {
+    const uint32_t zero = 0x80008000u, one = 0x3F803F80u;
+    uint32_t pair[4];
+    sala_gemm_widen(word, pair);
+    for (int i = 0; i < 4; i++) {
+        if (SALA_HAS(4)) {
+            uint32_t by = sala_twice(s->factor[run], half);
+            a[i >> 1][(i & 1) * 2 + half] = sala_fma2(pair[i], by, zero);
+        } else {
+            uint32_t integer = sala_fma2(pair[i], one, sala_twice(s->bias[half], run));
+            a[i >> 1][(i & 1) * 2 + half] =
+                sala_fma2(integer, sala_twice(s->factor[half], run), zero);
+        }
+    }
+}
+
+// One stage of a warp: 32 weight rows, `wide` (a constant) times 8 rows of x.
+SALA_DEVICE void sala_gemm_stage_of(const sala_weight *of, int wide, int, int slot,
+                                    float sum[SALA_WIDEST][2][4]) {
+    int thread = (int)threadIdx.x % SALA_TEAM, lane = thread & 31, row = lane >> 2;
+    const unsigned char *ring = sala_gemm_ring() + slot, *w = ring + (thread >> 5) * SALA_SHARE;
+    const unsigned char *x = ring + SALA_WEIGHTS + row * 128;
+    uint4 word[2];
+    sala_gemm_scale s[2];
+    for (int tile = 0; tile < 2; tile++) {
+        word[tile] = *(const uint4 *)(w + tile * 512 + lane * 16);
+        s[tile] = sala_gemm_scales(of, w + 1024 + tile * 64);
+    }
+#pragma unroll
+    for (int run = 0; run < 2; run++) {
+        uint32_t a[2][2][4]; // tile, step
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+            sala_gemm_dequant(run ? word[tile].z : word[tile].x, &s[tile], run, 0, a[tile]);
+            sala_gemm_dequant(run ? word[tile].w : word[tile].y, &s[tile], run, 1, a[tile]);
+        }
+        uint4 b[SALA_WIDEST];
+        int unit = (run ^ (row & 1)) * 4 + (lane & 3);
+#pragma unroll
+        for (int group = 0; group < wide; group++)
+            b[group] = sala_gemm_order(*(const uint4 *)(x + group * 1024 + unit * 16));
+#pragma unroll
+        for (int i = 0; i < 4 * wide; i++) { // step, then group, then tile
+            int tile = i & 1, group = (i >> 1) % wide, step = (i >> 1) / wide;
+            const uint32_t bs[2] = {step ? b[group].z : b[group].x, step ? b[group].w : b[group].y};
+            sala_mma(sum[group][tile], a[tile][step], bs);
+        }
+    }
+}
+#endif
+
+// The result of an item passes through shared memory so that a small loop can write it in order:
+// [rows of x, SALA_ROWS] FP32, the columns of every other pair of rows shifted by 8 for the banks.
 SALA_DEVICE int sala_gemm_place(int row, int column) {
-    return row * SALA_GEMM_ROWS + (column ^ (row & 6) << 2);
+    return row * SALA_ROWS + (column ^ (row & 6) << 2);
+}
+
+// Four weight rows of one row of x. 4 bits: the sum of both teams times alpha, with the power of two
+// that NVFP4's weights lack.
+SALA_DEVICE float4 sala_gemm_value(const sala_product_args *a, const sala_gemm_item *at, int r,
+                                   int column, const float *result) {
+    float4 v = *(const float4 *)(result + sala_gemm_place(r, column));
+#if !SALA_HAS(0)
+    float4 u = *(const float4 *)(result + SALA_RESULT + sala_gemm_place(r, column));
+    const float4 alpha =
+        *(const float4 *)(a->gemm.w[at->weight].alpha + at->tile * SALA_ROWS + column);
+    const float repair = SALA_HAS(4) ? 256 : 1;
+    v.x = (v.x + u.x) * repair * alpha.x, v.y = (v.y + u.y) * repair * alpha.y;
+    v.z = (v.z + u.z) * repair * alpha.z, v.w = (v.w + u.w) * repair * alpha.w;
+#endif
+    return v;
 }
 
 // Logits, of a vocabulary of any size.
 SALA_DEVICE void sala_gemm_put_logits(const sala_product_args *a, const sala_gemm_item *at,
-                                      int rows, int n, const float *result) {
-    int c = at->tile * SALA_GEMM_ROWS + ((int)threadIdx.x & (SALA_GEMM_ROWS - 1));
-    if (c >= n) return;
+                                      int first, int rows, const float *result) {
+    int n = a->gemm.w[at->weight].n;
 #pragma unroll 1
-    for (int r = (int)threadIdx.x / SALA_GEMM_ROWS; r < rows;
-         r += SALA_GEMM_THREADS / SALA_GEMM_ROWS)
-        a->gemm.y_f32[(int64_t)(at->row + r) * n + c] =
-            result[sala_gemm_place(r, c & (SALA_GEMM_ROWS - 1))];
+    for (int i = (int)threadIdx.x * 4; i < rows * SALA_ROWS; i += SALA_THREADS * 4) {
+        int r = i / SALA_ROWS, from = i % SALA_ROWS, c = at->tile * SALA_ROWS + from;
+        float *to = a->gemm.y_f32 + (int64_t)(at->row + first + r) * n + c;
+        if (c >= n) continue;
+        float4 v = sala_gemm_value(a, at, r, from, result);
+        to[0] = v.x;
+        if (c + 1 < n) to[1] = v.y;
+        if (c + 2 < n) to[2] = v.z;
+        if (c + 3 < n) to[3] = v.w;
+    }
 }
 
-SALA_DEVICE void sala_gemm_store(const sala_product_args *a, const sala_gemm_item *at, int groups,
-                                 const float sum[4][2][4], float *result) {
-    int warp = (int)threadIdx.x >> 5, lane = (int)threadIdx.x & 31;
-    int row = (warp & 1) * 32 + (lane & 3) * 2, column = (warp >> 1) * 32 + (lane >> 2);
-    __syncthreads(); // all have read the stage
-#pragma unroll
-    for (int group = 0; group < 4; group++) {
-        if (group >= groups) break;
-#pragma unroll
-        for (int i = 0; i < 8; i++) // of each tile: rows of x vary first, then weight rows
-            result[sala_gemm_place(row + group * 8 + (i & 1), column + i / 4 * 16 + (i & 2) * 4)] =
-                sum[group][i / 4][i & 3];
-    }
-    __syncthreads();
-    int n = a->gemm.w[at->weight].n, rows = a->gemm.rows - at->row;
-    int pair = a->kind == SALA_PRODUCT_SWIGLU, width = SALA_GEMM_ROWS >> pair;
-    if (rows > SALA_GEMM_TOKENS) rows = SALA_GEMM_TOKENS;
+// `rows` rows of x of an item, beginning with its row `first`. Four columns at a time: all these
+// matrices have a multiple of four rows.
+SALA_DEVICE void sala_gemm_put(const sala_product_args *a, const sala_gemm_item *at, int first,
+                               int rows, const float *result) {
+    int n = a->gemm.w[at->weight].n;
+    int pair = a->kind == SALA_PRODUCT_SWIGLU, width = SALA_ROWS >> pair;
     if (a->gemm.y_f32) {
-        sala_gemm_put_logits(a, at, rows, n, result);
+        sala_gemm_put_logits(a, at, first, rows, result);
         return;
     }
-    // Four columns at a time: all these matrices have a multiple of four rows.
 #pragma unroll 1
-    for (int i = (int)threadIdx.x * 4; i < rows * width; i += SALA_GEMM_THREADS * 4) {
-        int r = i >> (6 - pair), from = i & (width - 1);
+    for (int i = (int)threadIdx.x * 4; i < rows * width; i += SALA_THREADS * 4) {
+        int r = i / width, from = i & (width - 1);
         int column = at->tile * width + from;
-        int64_t place = (int64_t)(at->row + r) * n + column;
+        int64_t place = (int64_t)(at->row + first + r) * n + column;
         if (column >= n) continue;
         if (pair) from = (from >> 3) * 16 + (from & 7);
-        float4 v = *(const float4 *)(result + sala_gemm_place(r, from));
+        float4 v = sala_gemm_value(a, at, r, from, result);
         if (a->kind == SALA_PRODUCT_NORM) {
             *(float4 *)(a->partial + (int64_t)at->split * a->gemm.rows * n + place) = v;
             continue;
         }
         if (pair) {
-            float4 up = *(const float4 *)(result + sala_gemm_place(r, from + 8));
+            float4 up = sala_gemm_value(a, at, r, from + 8, result);
             v.x = sala_swiglu(v.x, up.x), v.y = sala_swiglu(v.y, up.y);
             v.z = sala_swiglu(v.z, up.z), v.w = sala_swiglu(v.w, up.w);
         }
@@ -555,90 +782,156 @@ SALA_DEVICE void sala_gemm_store(const sala_product_args *a, const sala_gemm_ite
     }
 }
 
-// One chunk of SALA_GEMM_K (or what is left of k): total += its sum. `slot` is the stage to read.
-SALA_DEVICE void sala_gemm_chunk(const sala_product_args *a, sala_gemm_feed *feed, int stages,
-                                 int groups, int *slot, float total[4][2][4]) {
-    int warp = (int)threadIdx.x >> 5;
-    const unsigned char *w = sala_shared() + (warp >> 1) * 4096;
-    const unsigned char *x = sala_shared() + SALA_GEMM_X + (warp & 1) * 32 * 128;
-    float sum[4][2][4] = {};
-#pragma unroll 1
-    for (int stage = 0; stage < stages; stage++) {
-        SALA_COPY_WAIT(SALA_GEMM_AHEAD - 1);
-        __syncthreads(); // this stage is there for all, and all are done with the one before
-        sala_gemm_copy_weights(a, feed);
-        sala_gemm_copy_x(a, feed);
-        sala_copy_commit();
-        sala_gemm_next(a, feed);
-        if (groups > 2)
-            sala_gemm_multiply(w + *slot, x + *slot, 4, sum);
-        else if (groups == 2)
-            sala_gemm_multiply(w + *slot, x + *slot, 2, sum);
-        else if (groups == 1)
-            sala_gemm_multiply(w + *slot, x + *slot, 1, sum);
-        *slot += SALA_GEMM_STAGE;
-        if (*slot == SALA_GEMM_SHARED) *slot = 0;
-    }
+// One group of a warp's sums: rows of x vary first, then weight rows.
+SALA_DEVICE void sala_gemm_lay(const float sum[2][4], int row, int column, float *result) {
+    int lane = (int)threadIdx.x & 31;
+    row += (lane & 3) * 2, column += lane >> 2;
 #pragma unroll
-    for (int i = 0; i < 32; i++) total[i >> 3][i >> 2 & 1][i & 3] += sum[i >> 3][i >> 2 & 1][i & 3];
+    for (int i = 0; i < 8; i++)
+        result[sala_gemm_place(row + (i & 1), column + i / 4 * 16 + (i & 2) * 4)] =
+            sum[i / 4][i & 3];
 }
 
-// All items of this block. Two blocks of 128 threads a multiprocessor keep 80 KiB of weights in
-// flight (35 suffice for 4.5 TB/s at 1 us). 8 KiB of weights take 420 clocks of an H200 to arrive;
-// with 64 rows of x they cost 384 clocks of shared memory and 105 of the tensor cores, with 16 rows
-// 152 and 26; x adds rows / SALA_GEMM_ROWS times the weights' bytes in reads of L2.
-SALA_DEVICE void sala_gemm_run(const sala_product_args *a) {
-    sala_gemm_feed first = {
-        (int)blockIdx.x - (int)gridDim.x, 1, -SALA_GEMM_STAGE, 0, 0, nullptr, nullptr};
-    sala_gemm_feed feed = first;
-    int half = (int)threadIdx.x >> 5 & 1, slot = 0;
+// BF16: through the stage that was read last, which nobody needs until the next barrier. 4 bits:
+// through memory of its own, eight rows of x after the other.
+SALA_DEVICE void sala_gemm_store(const sala_product_args *a, const sala_gemm_item *at, int groups,
+                                 int slot, float sum[SALA_WIDEST][2][4]) {
+    int warp = (int)threadIdx.x >> 5, rows = min(a->gemm.rows - at->row, a->tokens);
+#if SALA_HAS(0)
+    float *result = (float *)(sala_shared() + slot);
+    __syncthreads(); // all have read the stage
+#pragma unroll
+    for (int group = 0; group < 4; group++) {
+        if (group >= groups) break;
+        sala_gemm_lay(sum[group], (warp & 1) * 32 + group * 8, (warp >> 1) * 32, result);
+    }
+    __syncthreads();
+    sala_gemm_put(a, at, 0, rows, result);
+#else
+    float *result = (float *)(sala_shared() + SALA_TEAMS * SALA_RING);
+    (void)groups, (void)slot;
 #pragma unroll 1
-    for (int i = 0;; i++) { // weights first, without waiting; then x
-        if (i == SALA_GEMM_AHEAD) {
+    for (int first = 0; first < rows; first += 8) {
+        __syncthreads(); // the rows before are written
+        sala_gemm_lay(sum[0], 0, (warp & 3) * 32, result + (warp >> 2) * SALA_RESULT);
+#pragma unroll
+        for (int i = 8; i < SALA_WIDEST * 8; i++) // the next eight rows
+            sum[(i >> 3) - 1][i >> 2 & 1][i & 3] = sum[i >> 3][i >> 2 & 1][i & 3];
+        __syncthreads();
+        sala_gemm_put(a, at, first, min(rows - first, 8), result);
+    }
+#endif
+}
+
+// Wait until all but the latest n (a constant) of this thread's groups of copies are there.
+SALA_DEVICE void sala_gemm_wait(int n) {
+    if (n == 1) SALA_COPY_WAIT(1);
+    if (n == 2) SALA_COPY_WAIT(2);
+    if (n == 3) SALA_COPY_WAIT(3);
+    if (n == 4) SALA_COPY_WAIT(4);
+    if (n == 5) SALA_COPY_WAIT(5);
+    if (n == 6) SALA_COPY_WAIT(6);
+}
+
+SALA_DEVICE void sala_gemm_meet(void) { // the team
+    if (SALA_TEAMS == 1)
+        __syncthreads();
+    else
+        SALA_MEET_TEAM(threadIdx.x / SALA_TEAM, (int)SALA_TEAM);
+}
+
+// `stages` stages: total += their sum. `slot` is the stage to read.
+SALA_DEVICE void sala_gemm_chunk(const sala_product_args *a, sala_gemm_feed *feed,
+                                 const sala_weight *of, int stages, int wide, int groups, int *slot,
+                                 float total[SALA_WIDEST][2][4]) {
+    float sum[SALA_WIDEST][2][4] = {};
+#pragma unroll 1
+    for (int stage = 0; stage < stages; stage++) {
+        sala_gemm_wait(sala_gemm_stages(wide) - 2);
+        sala_gemm_meet(); // this stage is there for all, and all are done with the one before
+        sala_gemm_copy_weights(a, feed);
+        sala_gemm_copy_x(a, wide, feed);
+        sala_copy_commit();
+        sala_gemm_next(a, wide, feed);
+        sala_gemm_stage_of(of, wide, groups, *slot, sum);
+        *slot += sala_gemm_stage(wide);
+        if (*slot == sala_gemm_stages(wide) * sala_gemm_stage(wide)) *slot = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < SALA_WIDEST * 8; i++)
+        total[i >> 3][i >> 2 & 1][i & 3] += sum[i >> 3][i >> 2 & 1][i & 3];
+}
+
+// The first stages: weights, without waiting for the kernel before this one; then x.
+SALA_DEVICE sala_gemm_feed sala_gemm_begin(const sala_product_args *a, int wide) {
+    const int ahead = sala_gemm_stages(wide) - 1; // stages in flight
+    sala_gemm_feed first = {}, feed;
+    first.item = (int)blockIdx.x - (int)gridDim.x;
+    first.left = 1;
+    first.slot = -sala_gemm_stage(wide);
+    feed = first;
+#pragma unroll 1
+    for (int i = 0;; i++) {
+        if (i == ahead) {
             sala_wait_grid();
             feed = first;
         }
-        sala_gemm_next(a, &feed);
-        if (i == 2 * SALA_GEMM_AHEAD) break;
-        if (i < SALA_GEMM_AHEAD) {
+        sala_gemm_next(a, wide, &feed);
+        if (i == 2 * ahead) return feed;
+        if (i < ahead) {
             sala_gemm_copy_weights(a, &feed);
         } else { // the first group also holds all those weights
-            sala_gemm_copy_x(a, &feed);
+            sala_gemm_copy_x(a, wide, &feed);
             sala_copy_commit();
         }
     }
+}
+
+// All items of this block; `wide` (a constant): groups of 8 rows of x that a stage has room for. BF16:
+// two blocks of 128 threads a multiprocessor keep 80 KiB of weights in flight (35 suffice for 4.5 TB/s
+// at 1 us). 8 KiB of weights take 420 clocks of an H200 to arrive; with 64 rows of x they cost 384
+// clocks of shared memory and 105 of the tensor cores, with 16 rows 152 and 26; x adds rows /
+// SALA_ROWS times the weights' bytes in reads of L2.
+SALA_DEVICE void sala_gemm_run(const sala_product_args *a, int wide) {
+    sala_gemm_feed feed = sala_gemm_begin(a, wide);
+    int slot = 0;
 #pragma unroll 1
     for (int item = (int)blockIdx.x; item < a->items; item += (int)gridDim.x) {
         sala_gemm_item at = sala_gemm_find(a, item);
-        int left = a->gemm.w[0].k / a->splits >> 6;
-        int groups = (a->gemm.rows - at.row - half * 32 + 7) >> 3;
-        float total[4][2][4] = {};
+        const sala_weight *of = &a->gemm.w[at.weight];
+        float total[SALA_WIDEST][2][4] = {};
+        int from, left = sala_gemm_depth(a, &from);
+#if SALA_HAS(0)
+        int groups = (a->gemm.rows - at.row - ((int)threadIdx.x >> 5 & 1) * 32 + 7) >> 3;
 #pragma unroll 1
-        for (; left > 0; left -= SALA_GEMM_K / 64)
-            sala_gemm_chunk(a, &feed, left < SALA_GEMM_K / 64 ? left : SALA_GEMM_K / 64, groups,
-                            &slot, total);
-        int read = (slot ? slot : SALA_GEMM_SHARED) - SALA_GEMM_STAGE;
-        sala_gemm_store(a, &at, groups, total, (float *)(sala_shared() + read));
+        for (; left > 0; left -= SALA_CHUNK)
+            sala_gemm_chunk(a, &feed, of, min(left, SALA_CHUNK), wide, groups, &slot, total);
+#else
+        int groups = 0; // all
+        sala_gemm_chunk(a, &feed, of, left, wide, groups, &slot, total);
+#endif
+        int read = (slot ? slot : sala_gemm_stages(wide) * sala_gemm_stage(wide));
+        sala_gemm_store(a, &at, groups, read - sala_gemm_stage(wide), total);
     }
 }
 
 // ---- 5. the norm, alone and behind a product
 
-enum { SALA_NORM_STEP = 4 * SALA_GEMM_THREADS }; // columns that the block takes at once
+enum { SALA_NORM_STEP = 4 * SALA_THREADS }; // columns that the block takes at once
 
-// One row by one block of SALA_GEMM_THREADS; the branch is BF16 in memory, or `splits` partial
+// One row by one block of SALA_THREADS; the branch is BF16 in memory, or `splits` partial
 // sums, or there is none (splits 0, branch NULL). Everything comes into shared memory first, by
 // copies that are all in flight together: [splits, width] FP32, x [width], weight [width]. Small
 // loops on purpose: this code runs once and must be fetched first. Twin: sala__op_norm_row.
 SALA_DEVICE void sala_norm_row(const sala_norm_args *a, const float *partial, int splits, int row) {
     int width = a->width, thread = (int)threadIdx.x;
     int64_t at = (int64_t)row * width, stride = (int64_t)a->rows * width;
-    float *parts = (float *)sala_shared(), *warps = parts + SALA_GEMM_SHARED / 4 - 32;
+    float *parts = (float *)sala_shared(), *warps = parts + SALA_SHARED / 4 - 32;
     sala_act *x = (sala_act *)(parts + splits * width), *weight = x + width,
              *branch = weight + width;
     const sala_act *from = (const sala_act *)a->weight.data;
 #pragma unroll 1
-    for (int c = thread * 8; c < width; c += SALA_GEMM_THREADS * 8) {
+    for (int c = thread * 8; c < width; c += SALA_THREADS * 8) {
         sala_copy16(x + c, a->x + at + c);
         sala_copy16(weight + c, from + c);
         if (splits == 0 && a->branch) sala_copy16(branch + c, a->branch + at + c);
@@ -646,7 +939,7 @@ SALA_DEVICE void sala_norm_row(const sala_norm_args *a, const float *partial, in
 #pragma unroll 1
     for (int split = 0; split < splits; split++)
 #pragma unroll 2
-        for (int c = thread * 4; c < width; c += SALA_GEMM_THREADS * 4)
+        for (int c = thread * 4; c < width; c += SALA_THREADS * 4)
             sala_copy16(parts + split * width + c, partial + split * stride + at + c);
     sala_copy_commit();
     SALA_COPY_WAIT(0);
@@ -703,6 +996,7 @@ SALA_DEVICE void sala_norm_row(const sala_norm_args *a, const float *partial, in
     __syncthreads(); // another row may come
 }
 
+#if SALA_HAS(0)
 // Grid: one block a row. Twin: sala__op_norm.
 extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
     sala_norm(const __grid_constant__ sala_norm_args a) {
@@ -710,6 +1004,7 @@ extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
     sala_wait_grid();
     sala_norm_row(&a, nullptr, 0, (int)blockIdx.x);
 }
+#endif
 
 // The last blocks of a product with a norm to arrive finish the rows, when all have arrived. They
 // wait while others run, which cannot lock: at most half of the grid waits, so not more blocks than
@@ -737,14 +1032,38 @@ SALA_DEVICE void sala_gemm_finish(const sala_product_args *a) {
 
 // y = x w^T for up to four weights; or with SwiGLU behind it (gate and up in turn, eight rows each,
 // so the lane that has a gate has its up); or, k split so that a narrow product feeds all
-// multiprocessors, with residual and norm. Grid: min(items, 2 * multiprocessors). Reads the weights
-// once for every 64 rows of x. Twins: sala__op_gemm, sala__op_gemm_swiglu, sala__op_gemm_norm.
+// multiprocessors, with residual and norm. Grid: min(items, 2 * multiprocessors), 4 bits: items of
+// twice the size, and one block each. Reads the weights once for every SALA_GEMM_TOKENS
+// (SALA_GEMM4_TOKENS) rows of x. Twins: sala__op_gemm, sala__op_gemm_swiglu, sala__op_gemm_norm.
+#if SALA_HAS(0)
 extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
     sala_gemm(const __grid_constant__ sala_product_args a) {
     sala_launch_next();
-    sala_gemm_run(&a);
+    sala_gemm_run(&a, 8);
     if (a.kind == SALA_PRODUCT_NORM) sala_gemm_finish(&a);
 }
+#else
+extern "C" __global__ void __launch_bounds__(SALA_GEMM4_THREADS, 2)
+#if SALA_HAS(4)
+    sala_gemm_nvfp4(const __grid_constant__ sala_product_args a) {
+#else
+    sala_gemm_int4(const __grid_constant__ sala_product_args a) {
+#endif
+    sala_launch_next();
+    if (a.tokens <= 8)
+        sala_gemm_run(&a, 1);
+    else if (a.tokens <= 16)
+        sala_gemm_run(&a, 2);
+    else if (a.tokens <= 32)
+        sala_gemm_run(&a, 4);
+    else
+        sala_gemm_run(&a, 6);
+    if (a.kind == SALA_PRODUCT_NORM) sala_gemm_finish(&a);
+}
+#endif
+
+#endif
+#if SALA_HAS(0)
 
 // ---- 6. lightning attention: verify and decode
 
@@ -4022,22 +4341,6 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     (void)a; // TODO part D
 }
 
-#endif
-#if SALA_HAS(4)
-extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
-    sala_gemm_nvfp4(const __grid_constant__ sala_product_args a) {
-    sala_launch_next();
-    sala_wait_grid();
-    (void)a; // TODO part D: the body of sala_gemm, specialised
-}
-#endif
-#if SALA_HAS(5)
-extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
-    sala_gemm_int4(const __grid_constant__ sala_product_args a) {
-    sala_launch_next();
-    sala_wait_grid();
-    (void)a; // TODO part D
-}
 #endif
 #if SALA_HAS(6)
 

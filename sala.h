@@ -7699,26 +7699,46 @@ static void sala__launch_prefill_product(sala__gpu *g, sala_product_args *a) {
     sala__launch_norm(g, &a->norm);
 }
 
-// What all other products have in common. Two blocks a multiprocessor take the items in turn.
+// A product of verify with weights of one format. Blocks take the items in turn; with 4-bit weights
+// an item, and a block, is twice as large.
+static void sala__launch_verify_product(sala__gpu *g, sala_product_args *a) {
+    const sala_weight *w = a->gemm.w;
+    int four = sala__is_4bit(w->format), rows = four ? SALA_GEMM4_ROWS : SALA_GEMM_ROWS;
+    int tokens = four ? SALA_GEMM4_TOKENS : SALA_GEMM_TOKENS, tiles = 0;
+    int pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1, most = (four ? 1 : 2) * g->multiprocessors;
+    int kernel = w->format == SALA_NVFP4  ? SALA__KERNEL_gemm_nvfp4
+                 : w->format == SALA_INT4 ? SALA__KERNEL_gemm_int4
+                                          : SALA__KERNEL_gemm;
+    a->splits = a->kind == SALA_PRODUCT_NORM ? sala_gemm_splits(w->n, w->k) : 1;
+    for (int i = 0; i < a->gemm.count; i++)
+        tiles += a->tiles[i] = (pair * w[i].n + rows - 1) / rows;
+    a->row_tiles = (a->gemm.rows + tokens - 1) / tokens;
+    a->tokens = tokens;
+    if (four) a->tokens = ((a->gemm.rows + a->row_tiles - 1) / a->row_tiles + 7) / 8 * 8;
+    a->items = tiles * a->splits * a->row_tiles;
+    g->variant = a->kind;
+    sala__launch(g, kernel, (unsigned)(a->items < most ? a->items : most), 1, 1,
+                 four ? SALA_GEMM4_SHARED : SALA_GEMM_SHARED, a);
+    g->variant = 0;
+}
+
+// What all products have in common. Those of verify are a launch for each format.
 static void sala__launch_product(sala__gpu *g, sala_product_args *a) {
-    int pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1, tiles = 0;
-    int most = 2 * g->multiprocessors;
+    static const int32_t formats[] = {SALA_BF16, SALA_NVFP4, SALA_INT4};
     if (g->prefill && !a->gemm.y_f32) {
         sala__launch_prefill_product(g, a);
         return;
     }
-    a->splits = 1;
-    if (a->kind == SALA_PRODUCT_NORM) a->splits = sala_gemm_splits(a->gemm.w[0].n, a->gemm.w[0].k);
-    for (int i = 0; i < a->gemm.count; i++) {
-        a->tiles[i] = (pair * a->gemm.w[i].n + SALA_GEMM_ROWS - 1) / SALA_GEMM_ROWS;
-        tiles += a->tiles[i];
+    for (int f = 0; f < 3; f++) {
+        sala_product_args part = *a;
+        part.gemm.count = 0;
+        for (int i = 0; i < a->gemm.count; i++) {
+            if (a->gemm.w[i].format != formats[f]) continue;
+            part.gemm.w[part.gemm.count] = a->gemm.w[i];
+            part.gemm.y[part.gemm.count++] = a->gemm.y[i];
+        }
+        if (part.gemm.count) sala__launch_verify_product(g, &part);
     }
-    a->row_tiles = (a->gemm.rows + SALA_GEMM_TOKENS - 1) / SALA_GEMM_TOKENS;
-    a->items = tiles * a->splits * a->row_tiles;
-    g->variant = a->kind;
-    sala__launch(g, SALA__KERNEL_gemm, (unsigned)(a->items < most ? a->items : most), 1, 1,
-                 SALA_GEMM_SHARED, a);
-    g->variant = 0;
 }
 
 static void sala__launch_gemm(sala__gpu *g, const sala_gemm_args *a) {
@@ -7973,20 +7993,20 @@ static void sala__gpu_dims_option(const sala_dims *m, char out[1024]) {
 static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) { // inside enter
     char dims_option[1024];
     const char *options[] = {dims_option, "-DSALA_TRACE"};
-    const int trace = getenv("SALA_TRACE") != NULL; // see tools/bench_gpu.c: one unit holds all
+    const int trace = getenv("SALA_TRACE") != NULL; // see tools/bench_gpu.c
     if (!g->units) g->units = 7;                    // without 4-bit weights
     g->dims = dims;
     g->multiprocessors = g->cuda.multiprocessors;
     g->early = 1;
     sala__gpu_dims_option(dims, dims_option);
     double start = sala__now();
-    int code = sala__cuda_compile(&g->cuda, options, 1 + trace, trace ? 1 : g->units, err);
+    int code = sala__cuda_compile(&g->cuda, options, 1 + trace, g->units, err);
     if (code == 0 && sala__now() - start > 1)
         sala__log(&g->cuda.env, SALA_LOG_INFO, "kernels compiled for %s in %.1f s",
                   g->cuda.architecture, sala__now() - start);
     for (int i = 0; i < SALA__KERNEL_COUNT && code == 0; i++) {
         unsigned unit = sala__kernels[i].unit, before = g->units & ((1u << unit) - 1);
-        int module = trace ? 0 : __builtin_popcount(before); // units are loaded in order
+        int module = __builtin_popcount(before); // units are loaded in order
         if (g->units >> unit & 1)
             code = sala__cuda_get_kernel(&g->cuda, module, sala__kernels[i].name, SALA__SHARED_MOST,
                                          &g->kernels[i], err);

@@ -32,11 +32,18 @@ static const sala_dims gemm_dims = {.vocab = 256,
 static sala__cpu gemm_cpu;
 static int gemm_prefill; // the form that the products take
 
+// The weights of the tests: BF16, or 4 bits: NVFP4, INT4 with groups of 32, of 128, of 32 with zeros.
+enum { GEMM_BF16 = -1, GEMM_NVFP4, GEMM_INT4, GEMM_INT4_128, GEMM_INT4_ZERO, GEMM_LAYOUTS };
+static int gemm_layout = GEMM_BF16;
+
 static void gemm_begin(void) {
+    const unsigned units = device_units;
     static const sala__env env = {NULL, NULL, NULL, NULL};
     sala_error err = {0, ""};
     check_seed = 7;
+    if (gemm_layout >= 0) device_units = gemm_layout == GEMM_NVFP4 ? 16 : 32;
     device_open(&gemm_dims);
+    device_units = units;
     gpu->prefill = gemm_prefill;
     if (sala__cpu_open(&env, 1, sala__gemm_scratch(), &gemm_cpu, &err) < 0) exit(2);
 }
@@ -58,13 +65,94 @@ static void *gemm_space(size_t bytes) { // host memory that is poisoned like the
     return p;
 }
 
+// A random 4-bit weight in the host's form. Codes and scales of all values, also E4M3's subnormals and 0 (large scales are rare, so
+// that sums have small terms too).
+static sala_weight gemm_weight4(int layout, int n, int k, float scale) {
+    int group = layout == GEMM_NVFP4 ? 16 : layout != GEMM_INT4_128 ? 32 : k % 128 ? 64 : 128;
+    size_t groups = (size_t)n * (size_t)(k / group), codes = (size_t)n * (size_t)k / 2;
+    uint8_t *data = (uint8_t *)malloc(codes + 1), *zero = (uint8_t *)malloc(groups + 1);
+    uint8_t *scales = (uint8_t *)malloc(2 * groups + 1);
+    float *alpha = (float *)malloc((size_t)n * sizeof *alpha);
+    sala_weight w = {data, SALA_NVFP4, n, k, scales, NULL, alpha, 0, group};
+    for (size_t i = 0; i < codes; i++) data[i] = (uint8_t)check_random();
+    for (size_t i = 0; i < groups; i++) {
+        uint16_t wide = sala_f32_bf16(check_uniform() * 0.3f);
+        if (layout != GEMM_NVFP4)
+            memcpy(scales + 2 * i, &wide, 2);
+        else
+            scales[i] = (uint8_t)(check_random() % 7 ? check_random() % 64 : check_random() % 127);
+        zero[i] = (uint8_t)(check_random() % 17);
+    }
+    for (int i = 0; i < n; i++) alpha[i] = scale * (layout ? 0.5f : 0.005f) * (1 + 0.5f * check_uniform());
+    if (layout != GEMM_NVFP4) w.format = SALA_INT4;
+    if (layout == GEMM_INT4_ZERO || layout == GEMM_INT4_128) w.zero = zero;
+    if (!w.zero) free(zero);
+    return w;
+}
+
+static void gemm_free_weight(const sala_weight *w) {
+    free((void *)(uintptr_t)w->data), free((void *)(uintptr_t)w->scale);
+    free((void *)(uintptr_t)w->zero), free((void *)(uintptr_t)w->alpha);
+}
+
 static sala_weight gemm_weight(int n, int k, float scale) {
+    if (gemm_layout >= 0 && k > 1) return gemm_weight4(gemm_layout, n, k, scale);
     sala_weight w = sala_plain_weight(gemm_random((size_t)n * (size_t)k, scale), SALA_BF16, n, k);
     return w;
 }
 
+// One word of eight codes from column k, and its scales, into the blocks of a matrix.
+static void gemm_pack_word(const sala_weight *w, int n, int k, int row, int rows, uint8_t *to) {
+    int order = sala_code_order(w->format, gpu->cuda.major), block = sala_block4(w->format, w->group, w->zero != NULL);
+    size_t groups = (size_t)(w->k / w->group), group = (size_t)n * groups + (size_t)(k / w->group);
+    uint32_t word;
+    memcpy(&word, (const char *)w->data + ((size_t)n * (size_t)w->k + (size_t)k) / 2, 4);
+    word = sala_nibbles_in(order, word);
+    memcpy(to + sala_packed4(row, k, rows, block), &word, 4);
+    uint8_t *scales = to + sala_packed4(row, k, rows, block) / block * block + sala_scale_word(row);
+    if (w->format == SALA_NVFP4) {
+        scales[k >> 4 & 3] = ((const uint8_t *)w->scale)[group];
+        return;
+    }
+    uint16_t bias = sala_f32_bf16(-128.0f - (w->zero ? w->zero[group] : 8));
+    int place = w->group == 32 ? k >> 5 & 1 : 0;
+    memcpy(scales + 2 * place, (const uint16_t *)w->scale + group, 2);
+    if (w->group > 32) memcpy(scales + 2, &bias, 2);
+    if (block == SALA_BLOCK4_BIAS) memcpy(scales + 256 + 2 * place, &bias, 2);
+}
+
+// As gemm_pack, of 4-bit weights.
+static sala_weight gemm_pack4(const sala_weight *w, const sala_weight *up) {
+    int rows = up ? 2 * w->n : w->n, tiles = (rows + 63) / 64;
+    size_t bytes = (size_t)tiles * (size_t)(w->k / 64) * (size_t)sala_block4(w->format, w->group, w->zero != NULL);
+    uint8_t *packed = (uint8_t *)calloc(1, bytes);
+    float *alpha = (float *)calloc((size_t)tiles * 64, sizeof *alpha);
+    sala_weight on_gpu = *w;
+    for (int which = 0; which < (up ? 2 : 1); which++)
+        for (int n = 0; n < w->n; n++) {
+            int row = up ? sala_packed_pair(n, which) : n;
+            alpha[row] = (which ? up : w)->alpha[n];
+            for (int k = 0; k < w->k; k += 8)
+                gemm_pack_word(which ? up : w, n, k, row, rows, packed);
+        }
+    on_gpu.data = on_device(packed, bytes);
+    on_gpu.alpha = (const float *)on_device(alpha, (size_t)tiles * 64 * sizeof *alpha);
+    on_gpu.scale = NULL;
+    free(packed), free(alpha);
+    return on_gpu;
+}
+
+static float gemm_element(const sala_weight *w, int n, int k) { // without alpha
+    float out[16];
+    if (!sala__is_4bit(w->format))
+        return sala_bf16_f32(((const uint16_t *)w->data)[(size_t)n * (size_t)w->k + (size_t)k]);
+    sala__load_weight4(w, n, k & ~15, out);
+    return out[k & 15];
+}
+
 // The same matrix as a GPU has it; with `up` the two as one packed pair.
 static sala_weight gemm_pack(const sala_weight *w, const sala_weight *up) {
+    if (sala__is_4bit(w->format)) return gemm_pack4(w, up);
     int rows = up ? 2 * w->n : w->n, padded = (rows + SALA_GEMM_ROWS - 1) / SALA_GEMM_ROWS;
     size_t bytes = (size_t)padded * SALA_GEMM_ROWS * (size_t)w->k * 2;
     uint16_t *packed = (uint16_t *)calloc(1, bytes);
@@ -87,10 +175,9 @@ static void gemm_free(const void *p) {
 
 // What a product may be off by: 2^-17 of the sum of the magnitudes.
 static float gemm_slack(const sala_act *x, const sala_weight *w, int n) {
-    const uint16_t *row = (const uint16_t *)w->data + (size_t)n * (size_t)w->k;
     float sum = 0;
-    for (int i = 0; i < w->k; i++) sum += fabsf(sala_load(x[i]) * sala_bf16_f32(row[i]));
-    return sum * 0x1p-17f;
+    for (int i = 0; i < w->k; i++) sum += fabsf(sala_load(x[i]) * gemm_element(w, n, i));
+    return sum * (w->alpha ? w->alpha[n] : 1) * 0x1p-17f;
 }
 
 static float gemm_ulp(float x) { // of BF16
@@ -194,7 +281,7 @@ static void test_gemm_case(int rows, int k, int count, const int *n, int f32) {
         }
         CHECK(wrong == 0, "%d rows, k %d, weight %d of %d rows: %d values", rows, k, i, n[i],
               wrong);
-        gemm_free(cpu.w[i].data), free(cpu.y[i]), free(got);
+        gemm_free_weight(&cpu.w[i]), free(cpu.y[i]), free(got);
     }
     free(x), free(cpu.y_f32);
 }
@@ -244,7 +331,7 @@ static void test_gemm_swiglu_case(int rows, int k, int n) {
         wrong += !(fabsf(is - want) <= 4 * gemm_ulp(want) + 0x1p-12f);
     }
     CHECK(wrong == 0, "%d rows, k %d, %d columns: %d values", rows, k, n, wrong);
-    gemm_free(cpu.gate.data), gemm_free(cpu.up.data);
+    gemm_free_weight(&cpu.gate), gemm_free_weight(&cpu.up);
     free(x), free(got), free(cpu.y), free(cpu.scratch);
 }
 
@@ -309,7 +396,7 @@ static void gemm_norm_run(gemm_norm_case *c) {
 }
 
 static void gemm_norm_close(gemm_norm_case *c) {
-    gemm_free(c->cpu.input), gemm_free(c->cpu.w.data), gemm_free(c->cpu.norm.branch);
+    gemm_free(c->cpu.input), gemm_free_weight(&c->cpu.w), gemm_free(c->cpu.norm.branch);
     gemm_free(c->cpu.norm.weight.data), free(c->cpu.norm.x), free(c->cpu.norm.y);
     free(c->x), free(c->y);
 }
@@ -363,7 +450,7 @@ static inline void test_gemm_alone_case(int rows, int from, int count, int k, in
         CHECK(memcmp(all + (size_t)from * row, alone, (size_t)count * row) == 0,
               "%s: %d rows from %d of %d", part ? "gate and up" : "gemm", count, from, rows);
     }
-    gemm_free(w.data), gemm_free(up.data), free(x), free(all), free(alone);
+    gemm_free_weight(&w), gemm_free_weight(&up), free(x), free(all), free(alone);
 }
 
 static inline void test_gemm_norm_alone_case(int rows, int from, int k, int width) {
@@ -413,6 +500,85 @@ static inline void test_gemm_nan(void) {
         int same = memcmp(got + r * N, clean + r * N, N * sizeof(float)) == 0;
         CHECK(same == (r != 3 && r != 9 && r != 10), "row %d", r);
     }
-    gemm_free(w.data), free(x);
+    gemm_free_weight(&w), free(x);
     gemm_end();
+}
+
+// ---- 4 bits ----
+
+// One row of x for each of some columns, 1 there and 0 elsewhere: alpha times the weight, exactly.
+static inline void test_gemm_exact_case(int k, int n) {
+    int rows = 45;
+    sala_act *x = (sala_act *)calloc((size_t)rows * (size_t)k, sizeof *x);
+    float *got = (float *)malloc((size_t)rows * (size_t)n * sizeof *got);
+    for (int r = 0; r < rows; r++) x[r * k + (r * 37 + 5) % k] = sala_store(1);
+    sala_weight w = gemm_weight(n, k, 1), packed = gemm_pack(&w, NULL);
+    sala_gemm_args a;
+    memset(&a, 0, sizeof a);
+    a.rows = rows, a.count = 1, a.w[0] = packed;
+    a.x = (const sala_act *)on_device(x, (size_t)rows * (size_t)k * sizeof *x);
+    a.y_f32 = (float *)on_device(NULL, (size_t)rows * (size_t)n * sizeof *got);
+    sala__launch_gemm(gpu, &a);
+    device_sync();
+    from_device(got, a.y_f32, (size_t)rows * (size_t)n * sizeof *got);
+    int wrong = 0;
+    for (int i = 0; i < rows * n; i++)
+        wrong += got[i] != gemm_element(&w, i % n, (i / n * 37 + 5) % k) * w.alpha[i % n];
+    CHECK(wrong == 0, "layout %d, k %d, %d rows: %d of %d differ", gemm_layout, k, n, wrong,
+          rows * n);
+    gemm_free_weight(&w), free(x), free(got);
+}
+
+// Every number of rows: each row's bits are those that it has alone.
+static inline void test_gemm_every_count(int most, int k, int n) {
+    size_t in = (size_t)k * sizeof(sala_act), out = (size_t)n * sizeof(float);
+    sala_act *x = gemm_random((size_t)most * (size_t)k, 1);
+    sala_weight w = gemm_weight(n, k, 1), packed = gemm_pack(&w, NULL);
+    char *alone = (char *)malloc((size_t)most * out), *got = (char *)malloc((size_t)most * out);
+    for (int pass = -most; pass <= most; pass++) { // first each row alone
+        int rows = pass <= 0 ? 1 : pass, first = pass <= 0 ? -pass : 0;
+        sala_gemm_args a;
+        if (first == most) continue;
+        memset(&a, 0, sizeof a);
+        a.rows = rows, a.count = 1, a.w[0] = packed;
+        a.x = (const sala_act *)on_device(x + first * k, (size_t)rows * in);
+        a.y_f32 = (float *)on_device(NULL, (size_t)rows * out);
+        sala__launch_gemm(gpu, &a);
+        device_sync();
+        from_device(pass <= 0 ? alone + (size_t)first * out : got, a.y_f32, (size_t)rows * out);
+        if (pass > 0) CHECK(memcmp(got, alone, (size_t)rows * out) == 0, "%d rows", rows);
+    }
+    gemm_free_weight(&w), free(x), free(alone), free(got);
+}
+
+static void test_gemm_4bit(int layout) {
+    static const int several[] = {64, 128, 40, 8}, logits[] = {77}, wide[] = {300};
+    gemm_layout = layout;
+    gemm_begin();
+    test_gemm_exact_case(64, 64);
+    test_gemm_exact_case(320, 200);
+    test_gemm_case(1, 64, 4, several, 0);
+    test_gemm_case(9, 192, 4, several, 0);
+    test_gemm_case(17, 64, 1, logits, 1);
+    test_gemm_case(49, 128, 2, several, 0);
+    test_gemm_case(3, 1600, 1, wide, 1);
+    test_gemm_swiglu_case(7, 64, 192);
+    test_gemm_swiglu_case(33, 576, 96);
+    test_gemm_norm_case(1, 1024, 1088, 2);
+    test_gemm_norm_case(5, 2048, 128, 2);
+    test_gemm_norm_case(50, 64, 320, 2);
+    test_gemm_norm_alone_case(5, 4, 2048, 64);
+    test_gemm_norm_alone_case(51, 49, 128, 192);
+    if (layout == GEMM_NVFP4) test_gemm_every_count(50, 192, 64);
+    if (layout == GEMM_NVFP4) test_gemm_alone_case(70, 60, 10, 64, 64);
+    gemm_end();
+    gemm_layout = GEMM_BF16;
+}
+
+static inline void test_gemm_nvfp4(void) {
+    test_gemm_4bit(GEMM_NVFP4);
+}
+
+static inline void test_gemm_int4(void) {
+    for (int layout = GEMM_INT4; layout < GEMM_LAYOUTS; layout++) test_gemm_4bit(layout);
 }

@@ -371,6 +371,7 @@ struct Block {
     std::vector<Warp *> ready; // those with a runnable lane
     uint32_t priority;
     int arrived, barrier_kind, barrier_line, barrier_sum, barrier_result;
+    int team_arrived[2];
 };
 
 static const char *kind_name(int kind) {
@@ -379,7 +380,7 @@ static const char *kind_name(int kind) {
         "__shfl_xor_sync", "__ballot_sync",        "__any_sync",        "__all_sync",
         "sala_ldmatrix4",  "sala_ldmatrix4_trans", "sala_mma",          "",
         "__syncthreads",   "__syncthreads_or",     "__syncthreads_and", "__syncthreads_count",
-        "sala_await",      "sala_wait_grid"};
+        "sala_await",      "sala_wait_grid",       "a team's barrier", "a team's barrier"};
     return kind < 0 ? "nothing" : names[kind];
 }
 
@@ -612,15 +613,36 @@ static bool in_shared(const Block *b, const void *p, size_t size) {
     return at <= have && size <= have - at;
 }
 
-static void barrier_open(Block *b) {
-    b->arrived = 0;
-    b->barrier_result = b->barrier_sum;
+static void wake(Block *b, int kind) { // who waits at this barrier
     for (Warp &w : b->warps) {
         uint32_t there = 0;
         for (int lane = 0; lane < 32; lane++)
-            if ((w.live >> lane & 1) && w.lanes[lane]->wait == b->barrier_kind) there |= 1u << lane;
+            if ((w.live >> lane & 1) && w.lanes[lane]->wait == kind) there |= 1u << lane;
         make_runnable(&w, there);
     }
+}
+
+static void barrier_open(Block *b) {
+    b->arrived = 0;
+    b->barrier_result = b->barrier_sum;
+    wake(b, b->barrier_kind);
+}
+
+// The barrier of a team of threads; others may be at other barriers meanwhile.
+static void meet_team(int team, int threads, int line) {
+    Fibre *f = self();
+    Block *b = f->block;
+    if (team < 0 || team > 1) fail(line, "a block has two teams at most");
+    f->wait = SALA_SIM_TEAM + team;
+    f->line = line;
+    f->warp->runnable &= ~(1u << f->lane);
+    bool opened = ++b->team_arrived[team] == threads;
+    if (opened) {
+        b->team_arrived[team] = 0;
+        wake(b, SALA_SIM_TEAM + team);
+    }
+    leave(opened, false);
+    f->wait = -1;
 }
 
 // Like the real one, the barrier does not wait for threads that have left.
@@ -1325,7 +1347,7 @@ API int cuInit(unsigned flags) {
     if (!initialized) {
         initialized = true;
         api = {NULL,         collective, barrier,   copy,  copy_commit, copy_wait,
-               check_global, await,      wait_grid, yield, fail_with};
+               check_global, await,      wait_grid, yield, fail_with,   meet_team};
     }
     return SUCCESS;
 }

@@ -69,7 +69,9 @@ enum sala_sim_kind {
     SALA_SIM_SYNCTHREADS_AND,
     SALA_SIM_SYNCTHREADS_COUNT,
     SALA_SIM_AWAIT,
-    SALA_SIM_WAIT_GRID
+    SALA_SIM_WAIT_GRID,
+    SALA_SIM_TEAM, // one of each team
+    SALA_SIM_TEAM_1
 };
 
 // What a lane brings to a rendezvous of its warp, and what it takes away.
@@ -94,6 +96,7 @@ struct sala_sim_api {
     void (*wait_grid)(int line);
     void (*yield)(bool sure); // others may go first: now and then, or (sure) half of the time
     void (*fail)(int line, const char *text);
+    void (*meet_team)(int team, int threads, int line);
 };
 
 struct sala_sim_kernel {
@@ -448,6 +451,9 @@ static inline uint32_t sala_sim_fma(uint32_t a, uint32_t b, uint32_t c) { // the
 static inline uint32_t sala_fma2(uint32_t a, uint32_t b, uint32_t c) {
     return sala_sim_fma(a, b, c) | sala_sim_fma(a >> 16, b >> 16, c >> 16) << 16;
 }
+static inline uint32_t sala_twice(uint32_t pair, int high) {
+    return (high ? pair >> 16 : pair & 0xFFFFu) * 0x10001u;
+}
 static inline void sala_ldmatrix4(uint32_t r[4], const void *shared, SALA_SIM_LINE) {
     sala_sim_operand o = {};
     o.r = r;
@@ -472,6 +478,7 @@ static inline void sala_copy_commit(void) {
 }
 #define SALA_COPY_WAIT(n) sala_sim->copy_wait(n, __LINE__)
 #define SALA_MEET(threads) __syncthreads()
+#define SALA_MEET_TEAM(team, threads) sala_sim->meet_team((int)(team), threads, __LINE__)
 static inline uint4 sala_load_once(const void *global, SALA_SIM_LINE) {
     sala_sim->check(global, 16, 16, line);
     uint4 v;
