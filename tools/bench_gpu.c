@@ -128,30 +128,51 @@ static const char *bench_kind(int kind) {
     return name;
 }
 
-static sala__cu_memory bench_trace_at(sala *s) { // 0: there is none
+// Where the kernels of each unit keep their trace, 0: the unit is not loaded. Returns 0: there is none.
+typedef struct bench_traces {
+    sala__cu_memory at[SALA__GPU_UNITS];
+} bench_traces;
+
+static int bench_traces_find(sala *s, bench_traces *t) {
     sala__cuda *c = &s->gpu.cuda;
-    sala__cu_memory at = 0;
     size_t bytes = 0;
+    int found = 0, module = 0;
     sala__cu_result (*get_global)(sala__cu_memory *, size_t *, sala__cu_module, const char *);
     void *symbol = dlsym(c->driver, "cuModuleGetGlobal_v2");
     memcpy(&get_global, &symbol, sizeof symbol);
+    memset(t, 0, sizeof *t);
     if (!symbol || sala__cuda_enter(c, NULL) < 0) return 0;
-    if (get_global(&at, &bytes, c->modules[0], "sala_trace")) at = 0;
+    for (int unit = 0; unit < SALA__GPU_UNITS; unit++) {
+        if (!(s->gpu.units >> unit & 1)) continue;
+        if (get_global(&t->at[unit], &bytes, c->modules[module++], "sala_trace")) t->at[unit] = 0;
+        found |= t->at[unit] != 0;
+    }
     sala__cuda_leave(c);
-    return at;
+    return found;
+}
+
+static void bench_traces_clear(sala *s, const bench_traces *t) {
+    for (int unit = 0; unit < SALA__GPU_UNITS; unit++)
+        if (t->at[unit]) sala__cuda_fill(&s->gpu.cuda, t->at[unit], 0, 8, NULL);
 }
 
 // With SALA_TRACE set kernels were compiled to note when their first block could go on. Wait for the
 // `launches` in `log` and add the microseconds from there to the same moment of the next kernel: what
 // each cost in its place, overlap and gaps included. The last one is not seen.
-static void bench_trace_add(sala *s, sala__cu_memory at, const int *log, int launches,
+static void bench_trace_add(sala *s, const bench_traces *t, const int *log, int launches,
                             double sum[BENCH_KINDS], int count[BENCH_KINDS]) {
-    static uint64_t trace[2 + 2 * 1024];
-    sala__cuda_download(&s->gpu.cuda, trace, at, sizeof trace, NULL);
+    static uint64_t trace[SALA__GPU_UNITS][2 + 2 * 1024];
+    int next[SALA__GPU_UNITS] = {0};
+    uint64_t before = 0;
+    for (int unit = 0; unit < SALA__GPU_UNITS; unit++)
+        if (t->at[unit])
+            sala__cuda_download(&s->gpu.cuda, trace[unit], t->at[unit], sizeof trace[unit], NULL);
     sala__cuda_wait(&s->gpu.cuda, NULL);
-    for (int i = 0; i + 1 < launches && launches <= 1000; i++) {
-        sum[log[i]] += (double)(trace[2 + 2 * i + 3] - trace[2 + 2 * i + 1]) * 1e-3;
-        count[log[i]]++;
+    for (int i = 0; i < launches && launches <= 1000; i++) {
+        int unit = sala__kernels[log[i] / 4].unit;
+        uint64_t went_on = trace[unit][3 + 2 * next[unit]++];
+        if (i) sum[log[i - 1]] += (double)(went_on - before) * 1e-3, count[log[i - 1]]++;
+        before = went_on;
     }
 }
 
@@ -159,14 +180,14 @@ static void bench_trace_add(sala *s, sala__cu_memory at, const int *log, int lau
 static void bench_trace(sala *s, sala__cu_exec exec, const int *log, int launches) {
     enum { ROUNDS = 16, WARM = 4 };
     sala__cuda *c = &s->gpu.cuda;
-    sala__cu_memory at = bench_trace_at(s);
+    bench_traces traces;
     double sum[BENCH_KINDS] = {0}, total = 0;
     int count[BENCH_KINDS] = {0};
-    if (!at || launches > 1000) return;
+    if (!bench_traces_find(s, &traces) || launches > 1000) return;
     for (int round = 0; round < WARM + ROUNDS; round++) {
-        sala__cuda_fill(c, at, 0, 8, NULL);
+        bench_traces_clear(s, &traces);
         sala__cuda_graph_launch(c, exec, NULL);
-        bench_trace_add(s, at, log, round < WARM ? 0 : launches, sum, count);
+        bench_trace_add(s, &traces, log, round < WARM ? 0 : launches, sum, count);
     }
     printf("\n%-20s %9s %11s %11s\n", "kernel in its place", "launches", "us a step", "us each");
     for (int k = 0; k < BENCH_KINDS; k++) {
@@ -186,8 +207,8 @@ static int bench_prompt_kernels(sala *s, const int32_t *tokens, int64_t count, s
     int number[BENCH_KINDS] = {0}, log[1024], code = 1;
     sala_request ask;
     sala_event e;
-    sala__cu_memory at = bench_trace_at(s);
-    if (!at) {
+    bench_traces traces;
+    if (!bench_traces_find(s, &traces)) {
         printf(
             "no table of kernels: it needs SALA_TRACE=1 in the environment, and a real driver\n");
         return 0;
@@ -201,12 +222,12 @@ static int bench_prompt_kernels(sala *s, const int32_t *tokens, int64_t count, s
     while (code > 0) {
         g->launches = 0;
         if ((code = sala__cuda_enter(c, err)) < 0) break;
-        sala__cuda_fill(c, at, 0, 8, NULL);
+        bench_traces_clear(s, &traces);
         sala__cuda_leave(c);
         code = sala_step(s, err);
         while (sala_next_event(s, &e)) continue;
         if (code <= 0 || (code = sala__cuda_enter(c, err)) < 0) break;
-        bench_trace_add(s, at, log, g->launches, sum, number);
+        bench_trace_add(s, &traces, log, g->launches, sum, number);
         sala__cuda_leave(c);
         code = 1;
     }
