@@ -30,6 +30,17 @@ $(SALA): main.c sala.cu kernels.h | $(B)
 run: $(SALA)
 	./$(SALA) run
 
+# The quantiser needs LAPACKE and OpenBLAS (Debian: liblapacke-dev, libopenblas-dev).
+LAPACKE := $(if $(shell printf '\043include <lapacke.h>\n\043include <cblas.h>\n' | $(CC) -E - >/dev/null 2>&1 && echo 1),-llapacke -lopenblas)
+
+quantize: sala-quantize
+
+sala-quantize: tools/quantize.c sala.h sala.cu kernels.h tools/cli.h | $(B)
+	$(CC) $(CFLAGS) -MF $(B)/quantize.d -o $@ tools/quantize.c $(or $(LAPACKE),-llapacke -lopenblas) $(LDLIBS)
+
+$(B)/test_quantize: LDLIBS += $(LAPACKE)
+$(B)/test_quantize: tools/quantize.c
+
 $(B):
 	mkdir -p $(B)
 
@@ -86,7 +97,7 @@ gpu-test:
 	sh tools/gpu_check.sh $(STAGE)
 
 clean:
-	rm -rf $(B) sala
+	rm -rf $(B) sala sala-quantize
 
 format:
 	clang-format -i sala.h sala.cu kernels.h main.c tools/*.c tools/*.h tests/*.c tests/*.h tests/fuzz/*.c \
@@ -95,6 +106,7 @@ format:
 help:
 	@echo "make          build ./sala"
 	@echo "make run      generate a story with models/sala-tiny"
+	@echo "make quantize build ./sala-quantize (needs LAPACKE and OpenBLAS)"
 	@echo "make test     build and run all tests that need no GPU"
 	@echo "make check-kernels  compile all kernels for every target (needs NVRTC, no GPU)"
 	@echo "make gpu-test STAGE=all  what only a GPU can tell (kernels engine sanitizer needles bench prefill)"
@@ -104,5 +116,5 @@ help:
 	@echo "make clean    remove what was built"
 	@echo "variables: CC, ARCH=native|x86-64-v3|..., OPT=-O3, EXTRA=..., B=build, SALA=sala"
 
-.PHONY: all run test real-test check-kernels mutations gpu-test clean format help
+.PHONY: all run quantize test real-test check-kernels mutations gpu-test clean format help
 .DELETE_ON_ERROR:

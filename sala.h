@@ -8405,6 +8405,9 @@ struct sala {
     sala__string event_text;
     sala_logprob *event_top;
     size_t event_top_count, event_top_capacity;
+    // tools/quantize.c: sees every operation before it runs; NULL otherwise
+    void (*observe)(void *observer, int operation, const void *args);
+    void *observer;
 };
 
 // ---- the plan ----
@@ -9423,6 +9426,7 @@ typedef struct sala__pass {
 } sala__pass;
 
 static void sala__op(sala *s, int operation, const void *args) {
+    if (s->observe) s->observe(s->observer, operation, args);
     if (s->on_gpu)
         sala__run_gpu(&s->gpu, operation, args);
     else

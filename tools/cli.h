@@ -439,8 +439,11 @@ static void cli_print_options(const char *title, const cli_option *o) {
     }
 }
 
+// A program of its own (tools/quantize.c) says otherwise.
+static const char *cli_program = "sala ", *cli_help = "sala help";
+
 static void cli_print_help(const cli_command *c) {
-    printf("usage: sala %s", c->about);
+    printf("usage: %s%s", cli_program, c->about);
     cli_print_options("Options of this command", c->own);
     cli_print_options("Model and output", cli_common);
     if (c->groups & CLI_REQUEST) cli_print_options("What is generated", cli_request);
@@ -483,7 +486,7 @@ static int cli_unknown(const cli_command *c, const char *name) {
     if ((c->groups & CLI_REQUEST) && sala__name_distance("temp", name) < best) nearest = "temp";
     if (nearest)
         return cli_fail(CLI_USAGE, "unknown option --%s; did you mean --%s?", name, nearest);
-    return cli_fail(CLI_USAGE, "unknown option --%s; `sala help %s` lists them", name, c->name);
+    return cli_fail(CLI_USAGE, "unknown option --%s; `%s %s` lists them", name, cli_help, c->name);
 }
 
 // A whole number within bounds. Returns an exit code.
@@ -589,11 +592,11 @@ static const cli_option *cli_lookup(cli_args *a, const char *arg, int *table) {
         return o;
     }
     if (arg[0] != '-' || !arg[1] || arg[1] == '-') {
-        cli_fail(0, "unexpected argument '%s'; `sala help %s` shows the options", arg, command);
+        cli_fail(0, "unexpected argument '%s'; `%s %s` shows the options", arg, cli_help, command);
         return NULL;
     }
     o = cli_find(a->command, NULL, (unsigned char)arg[1], table);
-    if (!o) cli_fail(0, "unknown option -%c; `sala help %s` lists them", arg[1], command);
+    if (!o) cli_fail(0, "unknown option -%c; `%s %s` lists them", arg[1], cli_help, command);
     if (arg[2]) a->value = arg + 2;
     return o;
 }
