@@ -35,11 +35,11 @@ LAPACKE := $(if $(shell printf '\043include <lapacke.h>\n\043include <cblas.h>\n
 
 quantize: sala-quantize
 
-sala-quantize: tools/quantize.c sala.h sala.cu kernels.h tools/cli.h | $(B)
+sala-quantize: tools/quantize.c tools/gptq.h sala.h sala.cu kernels.h tools/cli.h | $(B)
 	$(CC) $(CFLAGS) -MF $(B)/quantize.d -o $@ tools/quantize.c $(or $(LAPACKE),-llapacke -lopenblas) $(LDLIBS)
 
 $(B)/test_quantize: LDLIBS += $(LAPACKE)
-$(B)/test_quantize: tools/quantize.c
+$(B)/test_quantize: tools/quantize.c tools/gptq.h tools/cli.h
 
 $(B):
 	mkdir -p $(B)
