@@ -285,6 +285,37 @@ static void quant_block_rows(void *context, int64_t part, int thread) {
     __atomic_fetch_add(&job->r->fours, fours, __ATOMIC_RELAXED);
 }
 
+// The upper triangle of sums becomes H.
+static void quant_finish_hessian(float *h, int64_t k, double tokens) {
+    float scale = (float)(2 / tokens);
+    for (int64_t i0 = 0; i0 < k; i0 += 64)
+        for (int64_t j0 = i0; j0 < k; j0 += 64)
+            for (int64_t i = i0; i < i0 + 64 && i < k; i++)
+                for (int64_t j = j0 > i ? j0 : i; j < j0 + 64 && j < k; j++)
+                    h[j * k + i] = h[i * k + j] *= scale;
+}
+
+static const float *quant_sort_diagonal; // of qsort's comparison
+
+static int quant_larger_first(const void *a, const void *b) {
+    int32_t i = *(const int32_t *)a, j = *(const int32_t *)b;
+    float x = quant_sort_diagonal[i], y = quant_sort_diagonal[j];
+    return x > y ? -1 : x < y ? 1 : i - j;
+}
+
+static int32_t *quant_order(const float *h, int k) { // columns by descending diagonal
+    float *diagonal = (float *)cli_resize(NULL, (size_t)k * sizeof *diagonal);
+    int32_t *order = (int32_t *)cli_resize(NULL, (size_t)k * sizeof *order);
+    for (int64_t i = 0; i < k; i++) {
+        diagonal[i] = h[i * k + i];
+        order[i] = (int32_t)i;
+    }
+    quant_sort_diagonal = diagonal;
+    qsort(order, (size_t)k, sizeof *order, quant_larger_first);
+    free(diagonal);
+    return order;
+}
+
 // U [k, k] from H, its rows and columns in the given order. H = R R^T with R upper triangular, which
 // is a Cholesky decomposition from the last row to the first; U = R^-1. Returns 0, 1 when H is not
 // positive definite, -1 without memory.

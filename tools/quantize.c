@@ -271,15 +271,12 @@ static uint64_t quant_place(uint64_t *at, int64_t bytes) { // a stretch of a lay
 static quant_layer *quant_layer_new(quantiser *q) {
     sala *s = q->engine;
     const quant_settings *set = &q->set;
-    quant_layer head = {"SALAQ1\n",
-                        0,
-                        0,
-                        q->layer,
-                        0,
-                        0,
-                        {{{0}, 0, 0, 0, 0, 0, 0, 0, 0, 0, {0}, {0}, 0, 0, 0, 0, 0, 0}}};
+    quant_layer head;
     uint64_t at = sizeof head;
     sala__item item;
+    memset(&head, 0, sizeof head);
+    memcpy(head.magic, "SALAQ1\n", 8);
+    head.layer = q->layer;
     for (int i = 0; i < sala__item_count(&s->config); i++) {
         if (!sala__item_at(&s->config, &s->weights, i, &item)) continue;
         if (item.layer != q->layer || item.k == 1) continue;
@@ -328,37 +325,6 @@ static void quant_shared(const quantiser *q, quant_layer *l, int set) {
     }
 }
 
-// The upper triangle of sums becomes H.
-static void quant_finish_hessian(float *h, int64_t k, double tokens) {
-    float scale = (float)(2 / tokens);
-    for (int64_t i0 = 0; i0 < k; i0 += 64)
-        for (int64_t j0 = i0; j0 < k; j0 += 64)
-            for (int64_t i = i0; i < i0 + 64 && i < k; i++)
-                for (int64_t j = j0 > i ? j0 : i; j < j0 + 64 && j < k; j++)
-                    h[j * k + i] = h[i * k + j] *= scale;
-}
-
-static const float *quant_sort_diagonal; // of qsort's comparison
-
-static int quant_larger_first(const void *a, const void *b) {
-    int32_t i = *(const int32_t *)a, j = *(const int32_t *)b;
-    float x = quant_sort_diagonal[i], y = quant_sort_diagonal[j];
-    return x > y ? -1 : x < y ? 1 : i - j;
-}
-
-static int32_t *quant_order(const float *h, int k) { // columns by descending diagonal
-    float *diagonal = (float *)cli_resize(NULL, (size_t)k * sizeof *diagonal);
-    int32_t *order = (int32_t *)cli_resize(NULL, (size_t)k * sizeof *order);
-    for (int64_t i = 0; i < k; i++) {
-        diagonal[i] = h[i * k + i];
-        order[i] = (int32_t)i;
-    }
-    quant_sort_diagonal = diagonal;
-    qsort(order, (size_t)k, sizeof *order, quant_larger_first);
-    free(diagonal);
-    return order;
-}
-
 // One matrix, and how far off it is.
 static void quant_one(quantiser *q, quant_layer *l, quant_record *r, const float *h, const float *u,
                       const int32_t *order) {
@@ -375,10 +341,10 @@ static void quant_one(quantiser *q, quant_layer *l, quant_record *r, const float
     job.order = order;
     job.w = (float *)cli_resize(NULL, cells * sizeof(float));
     job.e = (float *)cli_resize(NULL, (size_t)r->n * QUANT_BLOCK * sizeof(float));
-    for (size_t i = 0; i < cells; i++) {
-        int dead = u && !(h[(i % (size_t)r->k) * ((size_t)r->k + 1)] > 0);
-        job.w[i] = dead ? 0 : quant_element(item.weight, (int64_t)i);
-    }
+    for (size_t i = 0; i < cells; i++) job.w[i] = quant_element(item.weight, (int64_t)i);
+    for (size_t k = 0; u && k < (size_t)r->k; k++)
+        for (size_t i = k; i < cells && !(h[k * (size_t)r->k + k] > 0); i += (size_t)r->k)
+            job.w[i] = 0; // a dead channel
     quant_matrix(&q->pool, &job);
     free(job.e);
     float *spare = h ? (float *)cli_resize(NULL, cells * sizeof *spare) : NULL;
@@ -645,16 +611,13 @@ static void quant_add_matrix(const quantiser *q, quant_list *list, const quant_l
         if (r->in_divisor > 0)
             quant_add(list, r->name, ".input_global_scale", "F32", 1, 0, 4, &r->in_divisor);
     } else {
-        quant_tensor *t[4];
-        size_t first = list->count;
         quant_add(list, r->name, ".qweight", "I32", k / 8, n, 4, NULL);
         quant_add(list, r->name, ".qzeros", "I32", groups, n / 8, 4, NULL);
         quant_add(list, r->name, ".scales", "BF16", groups, n, 2, NULL);
         quant_add(list, r->name, ".g_idx", "I32", k, 0, 4, NULL);
-        for (int i = 0; i < 4; i++) {
-            t[i] = &list->tensors[first + (size_t)i];
-            t[i]->layer = l;
-            t[i]->from = r;
+        for (size_t i = list->count - 4; i < list->count; i++) {
+            list->tensors[i].layer = l;
+            list->tensors[i].from = r;
         }
     }
 }
@@ -689,7 +652,7 @@ static void *quant_gptq_bytes(const quant_tensor *t) {
     return words;
 }
 
-#define QUANT_SHARD ((int64_t)5000000000) // bytes of a file at most
+static int64_t quant_shard_most = 5000000000; // bytes of a file
 
 // All tensors of the output in the order of the input's names, and the file that each goes into.
 static void quant_plan_files(const quantiser *q, quant_list *list) {
@@ -720,7 +683,7 @@ static void quant_plan_files(const quantiser *q, quant_list *list) {
     int64_t filled = 0;
     for (size_t i = 0; i < list->count; i++) {
         quant_tensor *t = &list->tensors[i];
-        if (filled && filled + t->bytes > QUANT_SHARD) {
+        if (filled && filled + t->bytes > quant_shard_most) {
             list->shards++;
             filled = 0;
         }
