@@ -482,21 +482,22 @@ static int quant_open_partial(quantiser *q) {
     return code;
 }
 
+static double quant_ratio(const double sums[2]) {
+    return sums[1] > 0 ? sums[0] / sums[1] : 0;
+}
+
 static void quant_say(const quantiser *q, const quant_layer *l) { // a layer is done
-    double error = 0, all = 0, blocks = 0, fours = 0;
+    double error = 0, blocks = 0, fours = 0;
     for (int i = 0; i < l->count; i++) {
         const quant_record *r = &l->record[i];
-        double *sums = l->record[i].output[1] > 0 ? (double *)(uintptr_t)r->output
-                                                  : (double *)(uintptr_t)r->weight;
-        error += sums[1] > 0 ? sums[0] / sums[1] / l->count : 0;
-        all += r->output[1];
+        error += quant_ratio(q->samples ? r->output : r->weight) / l->count;
         blocks += (double)r->blocks;
         fours += (double)r->fours;
     }
     cli_progress_clear();
     if (cli_quiet) return;
     fprintf(stderr, "sala: layer %d of %d: %.1f s, mean error of %s %.3f %%", l->layer + 1,
-            quant_layers(q), l->seconds, all > 0 ? "outputs" : "weights", 100 * error);
+            quant_layers(q), l->seconds, q->samples ? "outputs" : "weights", 100 * error);
     if (fours > 0) fprintf(stderr, ", %.1f %% of blocks chose 4", 100 * fours / blocks);
     fprintf(stderr, "\n");
 }
@@ -768,50 +769,37 @@ static int quant_write_index(const quantiser *q, const quant_list *list) {
     return code;
 }
 
-static void quant_json_string(cli_buffer *b, const char *text, size_t bytes) {
-    char *data = NULL;
-    size_t size = 0;
-    FILE *f = open_memstream(&data, &size);
-    if (!f) exit(cli_fail(CLI_FAILED, "out of memory"));
-    cli_json_text(f, text, bytes);
-    fclose(f);
-    cli_append(b, data, size);
-    free(data);
-}
-
 // A JSON value as it was read, numbers in the shortest form that is read back the same; its member
 // `without` is left out.
-static void quant_json(cli_buffer *b, const sala__json *j, int node, int indent,
-                       const char *without) {
+static void quant_json(FILE *f, const sala__json *j, int node, int indent, const char *without) {
     const sala__json_node *v = &j->nodes[node];
-    int object = v->type == SALA__OBJECT, members = 0;
-    if (v->type == SALA__NULL) quant_print(b, "null");
-    if (v->type == SALA__BOOL) quant_print(b, v->number != 0 ? "true" : "false");
-    if (v->type == SALA__STRING) quant_json_string(b, j->strings.data + v->text, v->text_size);
-    if (v->type == SALA__NUMBER && v->is_integer) quant_print(b, "%lld", (long long)v->integer);
-    if (v->type == SALA__NUMBER && !v->is_integer) {
-        char text[40];
-        for (int digits = 1; digits <= 17; digits++) {
-            snprintf(text, sizeof text, "%.*g", digits, v->number);
-            if (strtod(text, NULL) == v->number) break;
-        }
-        quant_print(b, "%s%s", text, strpbrk(text, ".e") ? "" : ".0");
-    }
+    int object = v->type == SALA__OBJECT, members = 0, digits = 1;
+    char text[40] = "null";
+    if (v->type == SALA__BOOL) strcpy(text, v->number != 0 ? "true" : "false");
+    if (v->type == SALA__NUMBER && v->is_integer)
+        snprintf(text, sizeof text, "%lld", (long long)v->integer);
+    else if (v->type == SALA__NUMBER)
+        do snprintf(text, sizeof text, "%.*g", digits, v->number);
+        while (digits++ < 17 && strtod(text, NULL) != v->number);
+    if (v->type == SALA__STRING)
+        cli_json_text(f, j->strings.data + v->text, v->text_size);
+    else if (v->type != SALA__ARRAY && !object)
+        fprintf(f, "%s%s", text, v->is_integer || strpbrk(text, ".eu") ? "" : ".0");
     if (v->type != SALA__ARRAY && !object) return;
-    quant_print(b, object ? "{" : "[");
+    fprintf(f, object ? "{" : "[");
     for (int n = v->child; n >= 0; n = j->nodes[n].next) {
         if (object && without && strcmp(sala__json_key(j, n), without) == 0) continue;
-        quant_print(b, "%s\n%*s", members++ ? "," : "", indent + 2, "");
+        fprintf(f, "%s\n%*s", members++ ? "," : "", indent + 2, "");
         if (object) {
-            quant_json_string(b, j->strings.data + j->nodes[n].key, j->nodes[n].key_size);
-            quant_print(b, ": ");
+            cli_json_text(f, j->strings.data + j->nodes[n].key, j->nodes[n].key_size);
+            fprintf(f, ": ");
         }
-        quant_json(b, j, n, indent + 2, NULL);
+        quant_json(f, j, n, indent + 2, NULL);
     }
-    quant_print(b, "\n%*s%s", indent, "", object ? "}" : "]");
+    fprintf(f, "\n%*s%s", indent, "", object ? "}" : "]");
 }
 
-// quantization_config, and what older readers look for in a file of its own.
+// quantization_config to b; what older readers look for in a file of its own, its name in *file.
 static void quant_config(const quantiser *q, cli_buffer *b, const char **file, cli_buffer *older) {
     const quant_settings *s = &q->set;
     const char *algo = q->samples ? "NVFP4" : "W4A16_NVFP4";
@@ -819,6 +807,7 @@ static void quant_config(const quantiser *q, cli_buffer *b, const char **file, c
                         "\"group_size\": 16, \"symmetric\": true";
     *file = NULL;
     if (s->layout == QUANT_MODELOPT) {
+        *file = "hf_quant_config.json";
         quant_print(b,
                     "{\"quant_method\": \"modelopt\", \"quant_algo\": \"%s\", \"group_size\": 16, "
                     "\"kv_cache_quant_algo\": null, \"ignore\": [\"lm_head\"], "
@@ -826,49 +815,51 @@ static void quant_config(const quantiser *q, cli_buffer *b, const char **file, c
                     algo);
         quant_print(b, "\"producer\": {\"name\": \"sala-quantize\", \"version\": \"%s\"}}",
                     sala_version());
-        *file = "hf_quant_config.json";
         quant_print(older,
                     "{\n  \"producer\": {\"name\": \"sala-quantize\", \"version\": \"%s\"},\n"
                     "  \"quantization\": {\"quant_algo\": \"%s\", \"kv_cache_quant_algo\": null,\n"
                     "    \"group_size\": 16, \"exclude_modules\": [\"lm_head\"]}\n}\n",
                     sala_version(), algo);
     } else if (s->layout == QUANT_COMPRESSED) {
-        quant_print(b, "{\"quant_method\": \"compressed-tensors\", \"format\": "
-                       "\"nvfp4-pack-quantized\", \"quantization_status\": \"compressed\", "
-                       "\"kv_cache_scheme\": null, \"ignore\": [\"lm_head\"],\n    ");
         quant_print(b,
+                    "{\"quant_method\": \"compressed-tensors\", \"format\": "
+                    "\"nvfp4-pack-quantized\", \"quantization_status\": \"compressed\", "
+                    "\"kv_cache_scheme\": null, \"ignore\": [\"lm_head\"], "
                     "\"config_groups\": {\"group_0\": {\"targets\": [\"Linear\"], "
                     "\"weights\": {%s, \"dynamic\": false}, \"output_activations\": null, ",
                     group);
-        if (q->samples)
-            quant_print(b, "\"input_activations\": {%s, \"dynamic\": \"local\"}}}}", group);
-        else
-            quant_print(b, "\"input_activations\": null}}}");
+        quant_print(b,
+                    q->samples ? "\"input_activations\": {%s, \"dynamic\": \"local\"}}}}"
+                               : "\"input_activations\": null}}}",
+                    group);
     } else {
+        *file = "quantize_config.json";
         quant_print(b,
                     "{\"quant_method\": \"gptq\", \"bits\": 4, \"group_size\": %d, \"desc_act\": "
                     "false, \"sym\": %s, \"lm_head\": false, \"checkpoint_format\": \"gptq\"}",
                     s->group, s->asym ? "false" : "true");
-        *file = "quantize_config.json";
-        cli_append(older, b->data, b->size);
-        quant_print(older, "\n");
+        quant_print(older, "%s\n", b->data);
     }
 }
 
 static int quant_write_config(const quantiser *q) {
     cli_buffer config = {NULL, 0, 0}, own = {NULL, 0, 0}, older = {NULL, 0, 0};
-    char *path = (char *)cli_resize(NULL, strlen(q->set.in) + 16);
-    const char *file;
+    const char *path = q->engine->checkpoint.folder, *file; // its name ends with '/'
+    char name[4096], *text = NULL;
+    size_t size;
     sala__json j;
     sala_error err;
-    sprintf(path, "%s/config.json", q->set.in);
-    int code = sala__json_file(&q->engine->env, path, SALA__CONFIG_LIMIT, &j, &err);
-    free(path);
+    snprintf(name, sizeof name, "%sconfig.json", path);
+    int code = sala__json_file(&q->engine->env, name, SALA__CONFIG_LIMIT, &j, &err);
     if (code < 0) return cli_fail(CLI_FAILED, "%s", err.text);
-    quant_json(&config, &j, 0, 0, "quantization_config");
+    FILE *f = open_memstream(&text, &size);
+    if (!f) exit(cli_fail(CLI_FAILED, "out of memory"));
+    quant_json(f, &j, 0, 0, "quantization_config");
+    fclose(f);
     sala__json_free(&j);
     quant_config(q, &own, &file, &older);
-    config.size -= 2; // the last line, "}"
+    cli_append(&config, text, size - 2); // without the last line, "}"
+    free(text);
     quant_print(&config, ",\n  \"quantization_config\": %s\n}\n", own.data);
     code = quant_write_text(q, "config.json", &config);
     if (code == CLI_OK && file) code = quant_write_text(q, file, &older);
@@ -923,10 +914,6 @@ static void quant_remove(char *path, int itself) { // a folder of files; frees t
 
 /* ---- the report ------------------------------------------------------------------------------ */
 
-static double quant_ratio(const double sums[2]) {
-    return sums[1] > 0 ? sums[0] / sums[1] : 0;
-}
-
 static void quant_report_layer(const quantiser *q, const quant_layer *l, cli_buffer *b) {
     const char *kind = q->engine->config.sparse[l->layer] ? "sparse" : "lightning";
     quant_print(b, "    {\"layer\": %d, \"kind\": \"%s\", \"seconds\": %.2f, \"tensors\": [",
@@ -942,11 +929,8 @@ static void quant_report_layer(const quantiser *q, const quant_layer *l, cli_buf
         if (r->blocks && q->set.four_six)
             quant_print(b, ", \"share_of_four\": %.4f", (double)r->fours / (double)r->blocks);
         quant_print(b, "}");
-        const char *short_name = strrchr(r->name, '.') + 1;
-        size_t size = strcspn(short_name, "_");
-        const char *inside = strstr(r->name, "mlp.") ? "mlp." : "";
-        if (strcmp(short_name, "o_gate") == 0) size = strlen(short_name);
-        printf("  %s%.*s %.3f", inside, (int)size, short_name,
+        const char *name = strrchr(r->name, '.') + 1, *proj = strstr(name, "_proj");
+        printf("  %.*s %.3f", (int)(proj ? proj - name : 16), name,
                100 * quant_ratio(q->samples ? r->output : r->weight));
     }
     quant_print(b, "\n    ]}");
