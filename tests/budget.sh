@@ -14,4 +14,6 @@ check sala.h 10600
 check sala.cu 4700
 check kernels.h 860
 check main.c 830
+check tools/quantize.c 1310
+check tools/gptq.h 440
 exit $status

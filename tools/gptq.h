@@ -369,6 +369,10 @@ static void quant_matrix(sala__cpu *pool, quant_job *job) {
     }
 }
 
+static double quant_ratio(const double sums[2]) {
+    return sums[1] > 0 ? sums[0] / sums[1] : 0;
+}
+
 // Sums of squares of error and weight, by themselves and as the output sees them: tr(E H E^T),
 // tr(W H W^T). w and spare: [n, k] scratch.
 static void quant_measure(quant_job *job, const float *h, float *spare) {
@@ -393,6 +397,35 @@ static void quant_measure(quant_job *job, const float *h, float *spare) {
         r->weight[what] = sum;
         r->output[what] = seen;
     }
+}
+
+// What a tensor of a GPTQ file holds (nvfp4.md 4.3), `kind` is the end of its name.
+static void *quant_gptq_words(const quant_layer *l, const quant_record *r, const char *kind,
+                              int64_t bytes) {
+    const uint8_t *codes = (const uint8_t *)quant_at(l, r->codes);
+    const uint8_t *zeros = (const uint8_t *)quant_at(l, r->zeros);
+    const uint16_t *scales = (const uint16_t *)quant_at(l, r->scales);
+    int64_t n = r->n, k = r->k, groups = k / r->group;
+    uint32_t *words = (uint32_t *)cli_resize(NULL, (size_t)bytes);
+    memset(words, 0, (size_t)bytes);
+    if (strcmp(kind, "qweight") == 0) {
+        for (int64_t row = 0; row < n; row++)
+            for (int64_t i = 0; i < k / 8; i++) // eight codes are four bytes, in the order wanted
+                for (int b = 0; b < 4; b++)
+                    words[i * n + row] |= (uint32_t)codes[row * k / 2 + i * 4 + b] << 8 * b;
+    } else if (strcmp(kind, "qzeros") == 0) {
+        for (int64_t row = 0; row < n; row++)
+            for (int64_t g = 0; g < groups; g++)
+                words[g * (n / 8) + row / 8] |=
+                    (uint32_t)((zeros ? zeros[row * groups + g] : 8) - 1) << row % 8 * 4;
+    } else if (strcmp(kind, "scales") == 0) {
+        for (int64_t row = 0; row < n; row++)
+            for (int64_t g = 0; g < groups; g++)
+                ((uint16_t *)words)[g * n + row] = scales[row * groups + g];
+    } else {
+        for (int64_t i = 0; i < k; i++) words[i] = (uint32_t)(i / r->group);
+    }
+    return words;
 }
 
 #endif

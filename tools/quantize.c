@@ -8,9 +8,9 @@
     The result of a layer is a file in OUT.partial, from which a later run goes on. At the end the
     model's folder is written there too, and renamed.
 
-    Resident: one layer's matrices (FP32 one at a time), its Hessians in FP32 (K = 16384: 1 GiB, while
-    it is factored 4 GiB), the hidden states of the calibration text (samples * length * hidden * 2
-    bytes). The model itself is mapped.
+    Resident, for the 9B: the hidden states of the calibration text (samples * length * hidden * 2
+    bytes: 2 GiB), a layer's Hessians in FP32 (K = 16384: 1 GiB; while it is factored, 4 GiB), one
+    matrix in FP32, and what has come out so far (5 GB at the end). The model itself is mapped.
 
     Sections: the engine, a layer, its file, the folder, the report, the calibration text, main. The
     arithmetic is in gptq.h. */
@@ -255,12 +255,6 @@ static uint64_t quant_hash(uint64_t h, const void *data, size_t bytes) {
     return h;
 }
 
-static int quant_set_of(const sala__layer *l, const sala_weight *w) {
-    if (w == &l->o) return 1;
-    if (w == &l->mlp_gate || w == &l->mlp_up) return 2;
-    return w == &l->mlp_down ? 3 : 0;
-}
-
 static uint64_t quant_place(uint64_t *at, int64_t bytes) { // a stretch of a layer's memory
     uint64_t here = (*at + 63) / 64 * 64;
     *at = here + (uint64_t)bytes;
@@ -283,7 +277,9 @@ static quant_layer *quant_layer_new(quantiser *q) {
         quant_record *r = &head.record[head.count++];
         memcpy(r->name, item.name, strlen(item.name) - strlen(".weight"));
         r->item = i;
-        r->set = quant_set_of(&s->weights.layers[q->layer], item.weight);
+        const sala__layer *w = &s->weights.layers[q->layer];
+        r->set = item.weight == &w->o ? 1 : item.weight == &w->mlp_down ? 3 : 0;
+        if (item.weight == &w->mlp_gate || item.weight == &w->mlp_up) r->set = 2;
         r->n = item.n;
         r->k = item.k;
         r->group = set->format == SALA_NVFP4 ? 16 : set->group < 0 ? item.k : set->group;
@@ -465,9 +461,10 @@ static int quant_open_partial(quantiser *q) {
     snprintf(made_of, sizeof made_of, "made of %016llx\n", (unsigned long long)q->made_of);
     quant_describe(&q->set, &want);
     cli_append(&want, made_of, strlen(made_of));
-    if (mkdir(folder, 0777) == 0)
+    if (mkdir(folder, 0777) == 0) {
         code = quant_write_file(file, want.data, want.size);
-    else if (errno != EEXIST)
+        if (code != CLI_OK) rmdir(folder);
+    } else if (errno != EEXIST)
         code = cli_fail(CLI_OUTPUT, "%s: cannot create: %s", folder, strerror(errno));
     else if (access(file, F_OK) != 0 || cli_read_file(file, &have) != CLI_OK ||
              have.size != want.size || memcmp(have.data, want.data, want.size) != 0)
@@ -480,10 +477,6 @@ static int quant_open_partial(quantiser *q) {
     free(folder);
     free(file);
     return code;
-}
-
-static double quant_ratio(const double sums[2]) {
-    return sums[1] > 0 ? sums[0] / sums[1] : 0;
 }
 
 static void quant_say(const quantiser *q, const quant_layer *l) { // a layer is done
@@ -623,36 +616,6 @@ static void quant_add_matrix(const quantiser *q, quant_list *list, const quant_l
     }
 }
 
-// What a GPTQ tensor holds (nvfp4.md 4.3), made when it is written.
-static void *quant_gptq_bytes(const quant_tensor *t) {
-    const quant_record *r = t->from;
-    const char *kind = strrchr(t->name, '.') + 1;
-    const uint8_t *codes = (const uint8_t *)quant_at(t->layer, r->codes);
-    const uint8_t *zeros = (const uint8_t *)quant_at(t->layer, r->zeros);
-    const uint16_t *scales = (const uint16_t *)quant_at(t->layer, r->scales);
-    int64_t n = r->n, k = r->k, groups = k / r->group;
-    uint32_t *words = (uint32_t *)cli_resize(NULL, (size_t)t->bytes);
-    memset(words, 0, (size_t)t->bytes);
-    if (strcmp(kind, "qweight") == 0) {
-        for (int64_t row = 0; row < n; row++)
-            for (int64_t i = 0; i < k / 8; i++) // eight codes are four bytes, in the order wanted
-                for (int b = 0; b < 4; b++)
-                    words[i * n + row] |= (uint32_t)codes[row * k / 2 + i * 4 + b] << 8 * b;
-    } else if (strcmp(kind, "qzeros") == 0) {
-        for (int64_t row = 0; row < n; row++)
-            for (int64_t g = 0; g < groups; g++)
-                words[g * (n / 8) + row / 8] |=
-                    (uint32_t)((zeros ? zeros[row * groups + g] : 8) - 1) << row % 8 * 4;
-    } else if (strcmp(kind, "scales") == 0) {
-        for (int64_t row = 0; row < n; row++)
-            for (int64_t g = 0; g < groups; g++)
-                ((uint16_t *)words)[g * n + row] = scales[row * groups + g];
-    } else {
-        for (int64_t i = 0; i < k; i++) words[i] = (uint32_t)(i / r->group);
-    }
-    return words;
-}
-
 static int64_t quant_shard_most = 5000000000; // bytes of a file
 
 // All tensors of the output in the order of the input's names, and the file that each goes into.
@@ -732,7 +695,9 @@ static int quant_write_shard(const quantiser *q, const quant_list *list, int sha
     for (size_t i = 0; i < list->count && code == CLI_OK; i++) {
         const quant_tensor *t = &list->tensors[i];
         if (t->shard != shard) continue;
-        void *made = t->from ? quant_gptq_bytes(t) : NULL;
+        void *made = t->from
+                         ? quant_gptq_words(t->layer, t->from, strrchr(t->name, '.') + 1, t->bytes)
+                         : NULL;
         code = cli_output_write(&o, (int64_t)(8 + size) + t->offset, made ? made : t->data,
                                 (size_t)t->bytes);
         free(made);
@@ -1256,6 +1221,8 @@ static int quant_prepare(quantiser *q, const sala_options *o) {
            hidden = (size_t)s->config.dims.hidden;
     int widest = sala__max(s->config.dims.ffn, sala__query_width(&s->config.dims));
     q->made_of = quant_hash(q->made_of, q->tokens, tokens * 4);
+    q->made_of = quant_hash(q->made_of, &s->config.dims, sizeof s->config.dims);
+    q->made_of = quant_hash(q->made_of, &s->on_gpu, sizeof s->on_gpu); // which rounds otherwise
     q->hidden = (sala_act *)cli_resize(NULL, tokens * hidden * sizeof(sala_act));
     q->x = (float *)cli_resize(NULL,
                                (size_t)q->set.length * (size_t)sala__max(widest, (int)hidden) * 4);
