@@ -35,7 +35,8 @@ static const cli_option bench_options[] = {
      "GPU: also a table of where the time of a step (--fill) or of the prompt (with SALA_TRACE=1 "
      "in "
      "the environment) goes"},
-    {BENCH_GEMM, "gemm", NULL, "the model's matrix products alone, by shape and number of rows"},
+    {BENCH_GEMM, "gemm", NULL,
+     "the model's matrix products alone, by number of rows, in every form its weights allow"},
     {BENCH_TOKENIZE, "tokenize", "FILE", "only encode a text file, on one core"},
     {BENCH_NO_ROOFLINE, "no-roofline", NULL, "do not measure read bandwidth and OpenBLAS"},
     {CLI_JSON, "json", NULL, "print one JSON object"},
@@ -277,63 +278,7 @@ static void bench_print(const bench *b, int json) {
     printf("\n");
 }
 
-// ---- --gemm: the products alone ----
-
-static double bench_product(bench *b, const sala_weight *w, int rows, const sala_act *x,
-                            sala_act *y) { // best seconds
-    double best = 1e30;
-    sala_gemm_args a;
-    memset(&a, 0, sizeof a);
-    a.rows = rows;
-    a.count = 1;
-    a.x = x;
-    a.w[0] = *w;
-    a.y[0] = y;
-    for (int64_t i = 0; i < b->repeat; i++) {
-        if (b->roofline)
-            roofline_read(b->buffer, b->buffer_bytes, b->engine->options.threads,
-                          1); // empty the caches
-        double start = cli_now();
-        sala__op(b->engine, SALA__OP_gemm, &a);
-        best = fmin(best, cli_now() - start);
-    }
-    return best;
-}
-
-static int bench_gemm(bench *b) {
-    static const int rows[] = {1, 2, 4, 8, 16, 64, 512, 2048};
-    int threads = b->engine->options.threads;
-    double read = b->roofline ? roofline_read(b->buffer, b->buffer_bytes, threads, 5) : 0;
-    printf("read bandwidth %.2f GB/s; multiply-add peak %.0f GFLOP/s; OpenBLAS %s\n", read * 1e-9,
-           roofline_fma(threads, 3) * 1e-9, b->blas.library ? b->blas.core : "not found");
-    printf("%8s %8s %6s %12s %10s %10s %12s\n", "n", "k", "rows", "ms", "GB/s", "GFLOP/s",
-           "of OpenBLAS");
-    for (int i = 0; i < b->shape_count; i++) {
-        const bench_shape *s = &b->shapes[i];
-        sala_act *x = (sala_act *)cli_resize(NULL, 2048 * (size_t)s->k * sizeof(sala_act));
-        sala_act *y = (sala_act *)cli_resize(NULL, 2048 * (size_t)s->n * sizeof(sala_act));
-        for (size_t j = 0; j < 2048 * (size_t)s->k; j++)
-            x[j] = sala_store((float)(j * 2654435761u % 2048) / 1024.0f - 1.0f);
-        for (int r = 0; r < (int)(sizeof rows / sizeof *rows) && !cli_signal; r++) {
-            bench_settle(b);
-            double seconds = bench_product(b, s->weight, rows[r], x, y),
-                   flops = 2.0 * rows[r] * s->n * (double)s->k;
-            double weight = (double)s->n * s->k * (s->weight->format == SALA_F32 ? 4 : 2);
-            printf("%8d %8d %6d %12.3f %10.2f %10.1f", s->n, s->k, rows[r], seconds * 1e3,
-                   weight / seconds * 1e-9, flops / seconds * 1e-9);
-            if (b->blas.library) {
-                double rate =
-                    roofline_sgemm(&b->blas, rows[r], s->n, s->k, threads, (int)b->repeat);
-                printf(" %10.0f %%", 100 * flops / seconds / rate);
-            }
-            printf("\n");
-            if (cli_flush()) break;
-        }
-        free(x);
-        free(y);
-    }
-    return cli_signal ? 128 + (int)cli_signal : cli_flush();
-}
+#include "bench_gemm.c"
 
 static int bench_tokenize(bench *b) { // megabytes a second of sala_tokenize
     cli_buffer text = {0};
@@ -384,7 +329,7 @@ static int bench_run(bench *b, cli_args *a) {
                 "sala: warning: OPENBLAS_CORETYPE is set: OpenBLAS may not use its best kernels\n");
     }
     if (b->gemm) {
-        code = bench_gemm(b);
+        code = bench_gemm(b, a->json);
     } else {
         double start = cli_now();
         for (; b->done < b->repeat && code == CLI_OK; b->done++) {
@@ -440,8 +385,6 @@ static int sala_bench(int argc, char **argv) {
     }
     if (id == 0 && b->chains && (!b->fill || b->parallel > 1))
         a.code = cli_fail(id = CLI_USAGE, "--chains goes with --fill (on a GPU) and --parallel 1");
-    if (id == 0 && b->gemm && a.json)
-        a.code = cli_fail(id = CLI_USAGE, "--gemm prints a table: --json does not go with it");
     if (id == 0) {
         int64_t need = b->prompt + b->gen * (b->chains ? SALA_MAX_PATH : 1) + 1;
         if (!a.options.context) a.options.context = need;
@@ -451,8 +394,6 @@ static int sala_bench(int argc, char **argv) {
         b->engine = cli_open(&a);
         if (b->engine && !b->engine->on_gpu && (b->fill || b->kernels))
             a.code = cli_fail(CLI_USAGE, "--fill and --kernels need a GPU: this is the CPU");
-        else if (b->engine && b->engine->on_gpu && b->gemm)
-            a.code = cli_fail(CLI_USAGE, "--gemm measures the CPU: add --device cpu");
         else if (b->engine)
             a.code = b->text ? bench_tokenize(b) : bench_run(b, &a);
         sala_close(b->engine);
