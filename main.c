@@ -12,6 +12,7 @@
 #include "tools/logits.c"
 #include "tools/eval.c"
 #include "tools/bench.c"
+#include "tools/compare.c"
 
 /* ---- generating: what run and chat share ---------------------------------------------------- */
 
@@ -522,10 +523,13 @@ static int sala_chat(int argc, char **argv) {
 
 /* ---- info ----------------------------------------------------------------------------------- */
 
-enum { INFO_CHECK = CLI_OWN, INFO_TOKENS };
+enum { INFO_CHECK = CLI_OWN, INFO_AGAINST, INFO_TEXT, INFO_TOKENS };
 
 static const cli_option info_options[] = {
     {INFO_CHECK, "check", NULL, "read every weight: NaN and infinity are errors"},
+    {INFO_AGAINST, "against", "DIR",
+     "with --check: compare hidden states and logits with those of this model"},
+    {INFO_TEXT, "text", "FILE", "what both read for that (default: a text that is built in)"},
     {INFO_TOKENS, "tokens", "TEXT", "show how the tokenizer splits a text"},
     {CLI_JSON, "json", NULL, "print one JSON object"},
     {0, NULL, NULL, NULL},
@@ -541,7 +545,8 @@ static const cli_command info_command = {
     CLI_ENGINE,
     "  sala info\n"
     "  sala info -m /models/MiniCPM-SALA --context 1M --max-sequences 1 --memory-limit 20G\n"
-    "  sala info --tokens 'Hello, <|im_end|>' --check\n",
+    "  sala info --tokens 'Hello, <|im_end|>' --check\n"
+    "  sala info -m models/tiny-nvfp4 --check --against models/sala-tiny\n",
 };
 
 enum { INFO_GROUP, INFO_COUNT, INFO_BYTES };
@@ -680,7 +685,8 @@ static int info_plan(cli_args *a, const char *path, sala_info *info, int *fits) 
     return code < 0 ? cli_fail(CLI_FAILED, "%s", err.text) : CLI_OK;
 }
 
-static int info_show(cli_args *a, int check, const char *text) {
+static int info_show(cli_args *a, int check, const char *text, const char *against,
+                     const char *file) {
     char room[4096];
     const char *path = cli_model_path(a->model, room);
     sala_info info = {0};
@@ -708,6 +714,7 @@ static int info_show(cli_args *a, int check, const char *text) {
     if (a->json && check) printf(", \"weights_finite\": true");
     if (!a->json && check) printf("\nevery weight is a finite number\n");
     int code = text ? info_tokens(engine, text, a->json) : CLI_OK;
+    if (code == CLI_OK && against) code = compare_models(a, &engine, against, file);
     if (a->json) printf("}\n");
     sala_close(engine);
     return code;
@@ -715,14 +722,21 @@ static int info_show(cli_args *a, int check, const char *text) {
 
 static int sala_info_command(int argc, char **argv) {
     cli_args a;
-    const char *text = NULL;
+    const char *text = NULL, *against = NULL, *file = NULL;
     int check = 0, id;
     cli_start(&a, &info_command, argc, argv);
     while ((id = cli_next(&a)) > 0) {
         if (id == INFO_CHECK) check = 1;
         if (id == INFO_TOKENS) text = a.value;
+        if (id == INFO_AGAINST) against = a.value;
+        if (id == INFO_TEXT) file = a.value;
     }
-    if (id == 0) a.code = info_show(&a, check, text);
+    if (id == 0 && against && !check)
+        a.code = cli_fail(id = CLI_USAGE, "--against belongs to --check");
+    if (id == 0 && file && !against)
+        a.code = cli_fail(id = CLI_USAGE, "--text belongs to --against");
+    if (against) compare_options(&a);
+    if (id == 0) a.code = info_show(&a, check, text, against, file);
     cli_end(&a);
     return a.code;
 }
