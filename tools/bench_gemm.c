@@ -95,8 +95,11 @@ static void bench_add_product(bench_gemms *g, const char *name, int kind, int co
     int known = 0;
     for (int i = 0; i < g->product_count; i++) {
         bench_product *p = &g->products[i];
-        if (p->kind != kind || p->count != count || p->logits) continue;
-        int same = 1;
+        int same = p->count == count;
+        if (p->kind == SALA_PRODUCT_NORM && same && p->n == w[0]->n && p->k == w[0]->k &&
+            kind == SALA_PRODUCT_PLAIN)
+            return; // alone it would be cut into fewer sums than any pass cuts it
+        if (p->kind != kind || !same || p->logits) continue;
         for (int j = 0; j < count; j++)
             same &= p->w[0][j].n == w[j]->n && bench_like(&p->w[0][j], w[j]);
         known |= same;

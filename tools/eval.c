@@ -37,7 +37,8 @@ static const cli_option eval_options[] = {
     {EVAL_ONLY, "only", "TASK", "only questions of this task"},
     {EVAL_LIMIT, "limit", "N", "only the first N questions (of that task)"},
     {EVAL_OUT, "out", "FILE",
-     "append each finished answer as a JSON line; a later run goes on from there"},
+     "append each finished answer as a JSON line; a later run goes on from there; with --ppl: a "
+     "line for each window"},
     {EVAL_PARALLEL, "parallel", "N", "questions in flight at once (default 8)"},
     {'n', "max-tokens", "N", "longest answer, tokens (default 256; SOAR takes 65536)"},
     {EVAL_PPL, "ppl", "FILE", "instead of tasks: the perplexity of this text"},
@@ -247,6 +248,8 @@ static uint64_t eval_key(const eval_job *job, const char *question) {
     int64_t settings[2] = {job->max_tokens, job->args->options.dense_len};
     uint64_t h = eval_hash(0xCBF29CE484222325u, path, strlen(path) + 1);
     h = eval_hash(h, settings, sizeof settings);
+    const char *prefill = job->args->options.prefill; // W4A4 or not changes answers
+    if (prefill) h = eval_hash(h, prefill, strlen(prefill) + 1);
     h = eval_hash(h, question, strlen(question));
     free(folder);
     return h;
@@ -644,6 +647,15 @@ static void eval_print_ppl(const eval_job *job, double nats, int64_t tokens, int
     }
 }
 
+// The line of one window in --out, so that two models can be compared window by window.
+static int eval_write_window(eval_job *job, int64_t window, int64_t tokens, double nats) {
+    if (!job->results) return CLI_OK;
+    fprintf(job->results, "{\"window\": %lld, \"tokens\": %lld, \"nats\": %.17g}\n",
+            (long long)window, (long long)tokens, nats);
+    if (fflush(job->results) == 0 && !ferror(job->results)) return CLI_OK;
+    return cli_fail(CLI_OUTPUT, "%s: cannot write: %s", job->out, strerror(errno));
+}
+
 static int eval_ppl(eval_job *job, const cli_buffer *text) {
     sala_error err;
     sala_info info;
@@ -666,7 +678,9 @@ static int eval_ppl(eval_job *job, const cli_buffer *text) {
         int64_t part = n - at < size - bos ? n - at : size - bos;
         if (bos) window[0] = info.bos;
         memcpy(window + bos, tokens + at, (size_t)part * sizeof *window);
+        double before = nats;
         code = eval_window(job, window, part + bos, &nats);
+        if (code == CLI_OK) code = eval_write_window(job, windows, part + bos - 1, nats - before);
         scored += part + bos - 1;
         windows++;
         at += part;
@@ -707,11 +721,17 @@ static int eval_arguments(cli_args *a, eval_job *job) { // returns 0, or -1: ret
         code = cli_fail(CLI_USAGE, "--out: the name is empty");
     if (code == CLI_OK && job->window && !job->ppl)
         code = cli_fail(CLI_USAGE, "--window belongs to --ppl");
-    if (code == CLI_OK && job->ppl && (job->out || job->only || job->limit))
-        code = cli_fail(CLI_USAGE, "--out, --only and --limit belong to --tasks");
+    if (code == CLI_OK && job->ppl && (job->only || job->limit))
+        code = cli_fail(CLI_USAGE, "--only and --limit belong to --tasks");
     if (a->request.max_tokens) job->max_tokens = a->request.max_tokens;
     a->code = code;
     return code == CLI_OK ? 0 : -1;
+}
+
+static int eval_close_results(eval_job *job, int code) { // returns the exit code so far, or its own
+    if (job->results && fclose(job->results) != 0 && code == CLI_OK)
+        code = cli_fail(CLI_OUTPUT, "%s: cannot finish: %s", job->out, strerror(errno));
+    return code;
 }
 
 static int eval_run_tasks(cli_args *a, eval_job *job) {
@@ -730,9 +750,7 @@ static int eval_run_tasks(cli_args *a, eval_job *job) {
     start = cli_now();
     if (code == CLI_OK) code = eval_ask(job);
     if (code == CLI_OK) eval_report(job, cli_now() - start);
-    if (job->results && fclose(job->results) != 0 && code == CLI_OK)
-        code = cli_fail(CLI_OUTPUT, "%s: cannot finish: %s", job->out, strerror(errno));
-    return code;
+    return eval_close_results(job, code);
 }
 
 static int eval_run_ppl(cli_args *a, eval_job *job) {
@@ -744,10 +762,12 @@ static int eval_run_ppl(cli_args *a, eval_job *job) {
     if (!a->options.max_sequences) a->options.max_sequences = 1;
     if (!a->options.context && job->window) a->options.context = job->window + 1;
     a->options.logits_rows = a->options.chunk;
+    if (code == CLI_OK && job->out && (job->results = fopen(job->out, "w")) == NULL)
+        code = cli_fail(CLI_OUTPUT, "%s: cannot write: %s", job->out, strerror(errno));
     if (code == CLI_OK && (job->engine = cli_open(a)) == NULL) code = a->code;
     if (code == CLI_OK) code = eval_ppl(job, &text);
     cli_free(&text);
-    return code;
+    return eval_close_results(job, code);
 }
 
 static int sala_eval(int argc, char **argv) {
