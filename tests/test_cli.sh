@@ -168,7 +168,8 @@ t_bad_usage() {
         exits 2 run --system x &&
         exits 2 run --logprobs 2 && exits 2 logits --out x && exits 2 eval &&
         exits 2 eval --tasks a --ppl b &&
-        exits 2 eval --tasks a --window 5 && exits 2 eval --ppl a --out b && silent
+        exits 2 eval --tasks a --window 5 && exits 2 eval --ppl a --limit 3 && silent &&
+        exits 2 info --against a && says 'belongs to --check' && exits 2 info --check --text a && silent
 }
 t_missing_model() {
     exits 1 run -m "$work/none" && silent && says "$work/none" && exits 1 info -m "$work/none" &&
@@ -581,7 +582,55 @@ t_perplexity() {
         exits 0 eval -q --ppl "$work/p" --window 100 --json && [ "$(field tokens)" -eq "$n" ] &&
         [ "$(field windows)" -eq $(((n + 98) / 99)) ] && exits 0 eval -q --ppl "$work/p" &&
         prints '^bits per byte' &&
+        exits 0 eval -q --ppl "$work/p" --window 100 --json --out "$work/w" &&
+        lines $(((n + 98) / 99)) "$work/w" && awk -v all="$(field nats_per_token)" -v n="$n" -F '[:,}]' '
+            { tokens += $4; nats += $6 } # of every window
+            END { exit !(tokens == n && nats / n - all < 1e-6 && all - nats / n < 1e-6) }' "$work/w" &&
+        exits 3 eval -q --ppl "$work/p" --out "$work/none/w" &&
         : >"$work/p" && exits 1 eval -q --ppl "$work/p" && says 'too short'
+}
+
+# Two result files of 100 questions, of which the second has ten wrong: an exact answer, by hand.
+t_compare_eval() {
+    command -v python3 >/dev/null 2>&1 || { echo "skipped: no python3" && return 0; }
+    for set in a b; do
+        i=0
+        while [ $i -lt 100 ]; do
+            score=1
+            [ $set = a ] || [ $((i % 10)) -ne 3 ] || score=0
+            echo "{\"index\": $i, \"task\": \"t$((i % 2))\", \"score\": $score, \"exact\": false, \"loop\": false," \
+                "\"finish_reason\": \"stop\", \"tokens\": 3, \"answer\": \"$score\"}"
+            i=$((i + 1))
+        done >"$work/$set.answers.jsonl"
+        echo "{\"window\": 0, \"tokens\": 10, \"nats\": $([ $set = a ] && echo 10 || echo 11)}" \
+            >"$work/$set.text.jsonl"
+    done
+    python3 tools/compare_eval.py "$work" a b --json "$work/j" >"$work/out" &&
+        prints '^| a | 100.00 % |' && prints '^| b | 90.00 % | -10.00 (-1[0-9.]* .. -[0-9.]*) | 90.00 % | 10, 0, 0.002 |' &&
+        prints '| 3.0042 | 1.1052 (1.1052 .. 1.1052) |' && prints '^| t0 | 50 | 100.0 | 100.0 |' &&
+        prints '^| t1 | 50 | 100.0 | 80.0 |' && grep -q '"kept": 0.9,' "$work/j" &&
+        sed -i 1d "$work/b.answers.jsonl" && ! python3 tools/compare_eval.py "$work" a b 2>"$work/err" &&
+        says 'same questions'
+}
+# A model beside itself, beside one with another weight, and beside another geometry.
+t_compare_models() {
+    exits 0 info -q --check --against $tiny && prints 'layer 7 *1.000000 *1.000000' &&
+        prints 'KL divergence 0.000000' && prints '100.00 % of the' &&
+        cp -r $tiny "$work/other" && size=$(wc -c <"$work/other/model.safetensors") &&
+        printf '\075' | dd of="$work/other/model.safetensors" bs=1 seek=$((size - 1001)) conv=notrunc 2>/dev/null &&
+        head -c 3000 $tiny/eval_tasks.jsonl >"$work/text" &&
+        exits 0 info -q -m "$work/other" --check --against $tiny --text "$work/text" --json && is_json "$work/out" &&
+        prints '"after": "embedding", "cosine": 1.0' && ! prints '"kl": 0.00000000' >/dev/null &&
+        sed 's/"intermediate_size": *[0-9]*/"intermediate_size": 512/' $tiny/config.json >"$work/config.json" &&
+        exits 1 info -q --synthetic -m $tiny/config.json --check --against "$work/config.json" &&
+        says 'another geometry, MLP width: 512, but 768' &&
+        exits 1 info -q --check --against "$work/none" && says "$work/none" && : >"$work/empty" &&
+        exits 1 info -q --check --against $tiny --text "$work/empty" && says 'nothing to compare'
+}
+t_bench_gemm() {
+    exits 0 bench -q --gemm --json --no-roofline --repeat 1 && is_json "$work/out" &&
+        prints '"product": "gate up, SwiGLU", "format": "BF16", "n": 1536, "k": 256, "bytes": 786432, .*"rows": 512' &&
+        prints '"product": "head", "format": "BF16", "n": 2048'
 }
 
 # ---- all of them ----

@@ -165,8 +165,13 @@ static void compare_print(const compare_run *a, const compare_run *b, const int3
         kl.mean, kl.worst, (long long)kl.at, json ? same : 100 * same, kl.nats[1], kl.nats[0]);
 }
 
-// Is there a geometry in common? Returns an exit code.
-static int compare_shapes(const sala_info *a, const sala_info *b) {
+// Is the other model, which is not open yet, of the same geometry? Returns an exit code.
+static int compare_shapes(const cli_args *args, const sala_info *a, const char *folder) {
+    sala_info other = {0};
+    const sala_info *b = &other;
+    sala_error err;
+    if (sala_plan(folder, &args->options, &other, &err) < 0 && !other.layers)
+        return cli_fail(CLI_FAILED, "%s", err.text);
     const struct {
         const char *what;
         int64_t a, b;
@@ -186,8 +191,8 @@ static int compare_shapes(const sala_info *a, const sala_info *b) {
             return cli_fail(CLI_FAILED,
                             "--against: %s is another geometry, %s: %lld, but %lld in %s: only "
                             "models of one shape can be compared",
-                            b->path, rows[i].what, (long long)rows[i].b, (long long)rows[i].a,
-                            a->path);
+                            folder, rows[i].what, (long long)rows[i].b, (long long)rows[i].a,
+                            args->model);
     return CLI_OK;
 }
 
@@ -222,21 +227,16 @@ static void compare_options(cli_args *a) {
 static int compare_models(cli_args *a, sala **engine, const char *folder, const char *file) {
     cli_buffer own = {0}, tokens = {0};
     compare_run run[2] = {0}; // the reference, this model
-    char here[4096];
-    int code = compare_tokenize(*engine, file, &own);
+    sala_get_info(*engine, &run[1].info);
+    int code = compare_shapes(a, &run[1].info, folder);
+    if (code == CLI_OK) code = compare_tokenize(*engine, file, &own);
     const int32_t *ids = (const int32_t *)(void *)own.data;
     int64_t count = (int64_t)(own.size / sizeof *ids);
     if (code == CLI_OK) code = compare_read(*engine, ids, count, &run[1]);
-    snprintf(here, sizeof here, "%s", a->model);
-    run[1].info.path = here; // the engine's own goes with it
     sala_close(*engine);
     a->model = folder;
     *engine = code == CLI_OK ? cli_open(a) : NULL;
     if (code == CLI_OK && !*engine) code = a->code;
-    if (code == CLI_OK) {
-        sala_get_info(*engine, &run[0].info);
-        code = compare_shapes(&run[1].info, &run[0].info);
-    }
     if (code == CLI_OK) code = compare_tokenize(*engine, file, &tokens);
     if (code == CLI_OK && (tokens.size != own.size || memcmp(tokens.data, own.data, own.size)))
         code = cli_fail(CLI_FAILED, "--against: %s splits the text into other tokens", folder);
