@@ -92,7 +92,8 @@ mutations: $(B)/test_kernels $(B)/test_prefill
 real-test: $(B)/real
 	$(B)/real "$(MODEL)"
 
-# What only a GPU can tell. STAGE: kernels, engine, sanitizer, needles, bench, prefill or all (the default).
+# What only a GPU can tell. STAGE: kernels, engine, sanitizer, needles, bench, prefill, four, accuracy
+# or all (the default).
 gpu-test:
 	sh tools/gpu_check.sh $(STAGE)
 
@@ -109,8 +110,8 @@ help:
 	@echo "make quantize build ./sala-quantize (needs LAPACKE and OpenBLAS)"
 	@echo "make test     build and run all tests that need no GPU"
 	@echo "make check-kernels  compile all kernels for every target (needs NVRTC, no GPU)"
-	@echo "make gpu-test STAGE=all  what only a GPU can tell (kernels engine sanitizer needles bench prefill)"
 	@echo "make real-test MODEL=DIR  the released weights against what others saw them do"
+	@echo "make gpu-test STAGE=all  what only a GPU can tell (kernels engine sanitizer needles bench prefill four accuracy)"
 	@echo "make mutations      plant faults in the kernels and see that the tests notice"
 	@echo "make format   apply .clang-format"
 	@echo "make clean    remove what was built"

@@ -21,6 +21,7 @@ enum { BENCH_VERIFY, BENCH_PREFILL, BENCH_W4A4, BENCH_FORMS };
 typedef struct bench_product {
     char name[48];
     int kind, count, copies, logits;            // kind: SALA_PRODUCT_PLAIN ...
+    int layers;                                 // that launch it in a pass; 0: no pass does
     sala_weight w[BENCH_COPIES][SALA_GEMM_MAX]; // of the same shapes and formats
     sala_weight up[BENCH_COPIES], norm;         // SwiGLU's second matrix; the norm's vector
     int n, k;                                   // n: of all weights
@@ -38,7 +39,7 @@ typedef struct bench_gemms {
     bench *b;
     sala *s;
     bench_product products[BENCH_PRODUCTS];
-    int product_count, json;
+    int product_count, json, counting; // counting: layers are being seen for the first time
     bench_entry entries[BENCH_ENTRIES];
     int entry_count;
     double read, mma[BENCH_FORMS]; // bytes and operations a second; 0: not known
@@ -102,6 +103,7 @@ static void bench_add_product(bench_gemms *g, const char *name, int kind, int co
         if (p->kind != kind || !same || p->logits) continue;
         for (int j = 0; j < count; j++)
             same &= p->w[0][j].n == w[j]->n && bench_like(&p->w[0][j], w[j]);
+        if (same) p->layers += g->counting;
         known |= same;
         bench_add_copy(p, w, up);
     }
@@ -117,6 +119,7 @@ static void bench_add_product(bench_gemms *g, const char *name, int kind, int co
     for (int i = 0; i < count; i++) p->bytes += sala__weight_bytes(w[i]);
     if (up) p->up[0] = *up, p->n += up->n, p->bytes += sala__weight_bytes(up);
     p->copies = 1;
+    p->layers = g->counting;
 }
 
 static void bench_add_layer(bench_gemms *g, const sala__layer *w, int single) {
@@ -139,9 +142,13 @@ static void bench_add_layer(bench_gemms *g, const sala__layer *w, int single) {
 static void bench_find_products(bench_gemms *g) {
     const sala__weights *w = g->s->on_gpu ? &g->s->gpu_weights : &g->s->weights;
     const sala_weight *head = &w->head;
+    int layers = g->s->config.dims.layers;
     for (int single = 0; single < 2; single++) // twice: a later layer may stand for an earlier one
-        for (int l = 0; l < 2 * g->s->config.dims.layers; l++)
-            bench_add_layer(g, &w->layers[l % g->s->config.dims.layers], single);
+        for (int l = 0; l < 2 * layers; l++) {
+            g->counting = !single && l < layers;
+            bench_add_layer(g, &w->layers[l % layers], single);
+        }
+    g->counting = 0;
     int before = g->product_count;
     bench_add_product(g, "head", SALA_PRODUCT_PLAIN, 1, &head, NULL, NULL);
     if (g->product_count > before) g->products[before].logits = 1;
@@ -420,10 +427,11 @@ static void bench_gemm_json(const bench_gemms *g) {
         const bench_entry *e = &g->entries[j];
         const bench_product *p = e->product;
         printf(
-            "%s\n{\"product\": \"%s\", \"format\": \"%s\", \"n\": %d, \"k\": %d, \"bytes\": %lld, "
+            "%s\n{\"product\": \"%s\", \"format\": \"%s\", \"n\": %d, \"k\": %d, \"layers\": %d, "
+            "\"bytes\": %lld, "
             "\"rotated_bytes\": %lld, \"rows\": %d, \"form\": \"%s\", ",
-            j ? "," : "", p->name, bench_format(p->w[0][0].format), p->n, p->k, (long long)p->bytes,
-            (long long)(p->bytes * p->copies), e->rows, bench_form(e));
+            j ? "," : "", p->name, bench_format(p->w[0][0].format), p->n, p->k, p->layers,
+            (long long)p->bytes, (long long)(p->bytes * p->copies), e->rows, bench_form(e));
         printf("\"us\": %.3f, \"gb_per_second\": %.3f, \"gflops\": %.3f, \"roofline\": %.4f, "
                "\"openblas_us\": %.3f}",
                e->seconds * 1e6, (double)p->bytes / e->seconds * 1e-9,
@@ -466,6 +474,38 @@ static void bench_entry_print(const bench_entry *e) {
     if (e->share > 0) printf(" %7.1f %%", 100 * e->share);
     if (e->blas > 0) printf(" %10.0f %%", 100 * e->blas / e->seconds);
     printf("\n");
+}
+
+// What the layers of a pass take in all, launch after launch, the head left out.
+static void bench_gemm_totals(const bench_gemms *g) {
+    printf("\nall linear layers of a pass, without the head\n%6s %-8s %10s %9s %9s %9s %9s\n", "M",
+           "form", "us", "GB/s", "GFLOP/s", "roofline", "of M = 1");
+    for (size_t r = 0; r < sizeof bench_gemm_rows / sizeof *bench_gemm_rows; r++) {
+        for (int form = 0; form < BENCH_FORMS; form++) {
+            double seconds = 0, bytes = 0, flops = 0, least = 0, one = 0;
+            int wanted = 0, got = 0;
+            for (int i = 0; i < g->product_count; i++) wanted += g->products[i].layers;
+            for (int j = 0; j < g->entry_count; j++) {
+                const bench_entry *e = &g->entries[j];
+                const bench_product *p = e->product;
+                double layers = p->layers;
+                if (e->form == form && e->rows == 1) one += layers * e->seconds;
+                if (e->form != form || e->rows != bench_gemm_rows[r]) continue;
+                seconds += layers * e->seconds;
+                bytes += layers * (double)p->bytes;
+                flops += layers * 2.0 * e->rows * p->n * (double)p->k;
+                least += layers * e->seconds * e->share;
+                got += p->layers;
+            }
+            if (!got || got < wanted) continue; // a layer of another format has no such form
+            printf("%6d %-8s %10.1f %9.1f %9.0f %7.1f %% %8.2fx\n", bench_gemm_rows[r],
+                   form == BENCH_VERIFY ? "verify"
+                   : form == BENCH_W4A4 ? "w4a4"
+                                        : "prefill",
+                   seconds * 1e6, bytes / seconds * 1e-9, flops / seconds * 1e-9,
+                   100 * least / seconds, seconds / one);
+        }
+    }
 }
 
 static double bench_blas_seconds(const bench_gemms *g, const bench_product *p, int rows) {
@@ -515,6 +555,7 @@ static int bench_gemm_run(bench_gemms *g) { // inside cuda_enter
     }
     cli_progress_clear();
     if (code == CLI_OK && g->json) bench_gemm_json(g);
+    if (code == CLI_OK && !g->json) bench_gemm_totals(g);
     return code ? code : cli_flush();
 }
 

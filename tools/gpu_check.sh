@@ -7,9 +7,11 @@
 #   sh tools/gpu_check.sh needles     sala-tiny's needle tasks at 2K to 16K tokens beside its model card
 #   sh tools/gpu_check.sh bench       decoding: compile times, tokens a second, and PyTorch beside them
 #   sh tools/gpu_check.sh prefill     prompts of 32K to 1M tokens, where their time goes, yardsticks
+#   sh tools/gpu_check.sh four        weights of four bits: kernels, decoding, prompts, products, public kernels beside
+#   sh tools/gpu_check.sh accuracy    what four bits cost sala-tiny in answers and perplexity (tools/accuracy.sh)
 #   sh tools/gpu_check.sh all
 #
-# SALA_TEST_GPU is the number of the device (0). The logs of all steps, and what they write, go to $OUT
+# SALA_TEST_GPU is the number of the device (0). MARLIN_DIR is a clone of IST-DASLab/marlin, which `four` then compares with. The logs of all steps, and what they write, go to $OUT
 # (bench/). The last line is "N passed, N failed, N skipped"; the exit status is 0 only without a failure.
 set -u
 cd "$(dirname "$0")/.." || exit 2
@@ -182,15 +184,82 @@ prefill() {
     unset SHOW LIMIT
 }
 
+# left LIMIT SECONDS: do so many of the stage's ten minutes remain? Steps that come late are skipped, not cut.
+left() {
+    [ $(($(date +%s) - stage_began + $1)) -le 590 ]
+}
+
+timely() { # NAME SECONDS COMMAND...: a step, if it can still be done in time
+    if left "$2"; then
+        step "$@"
+    else
+        skip "$1" "the stage's time is over"
+    fi
+}
+
+timely_nine() { # NAME SECONDS FORMAT ARGUMENTS...
+    name=$1
+    limit=$2
+    format=$3
+    shift 3
+    timely "$name-$format" "$limit" ./sala bench --device "$device" --synthetic -m "$nine_config" --weights "$format" "$@"
+}
+
+four() {
+    header "four bits"
+    stage_began=$(date +%s)
+    build
+    SHOW=20 timely four-kernels 90 build/test_kernels four nvfp4 int4
+    SHOW=20 timely four-prefill 90 build/test_prefill four nvfp4 int4 fp4
+    SHOW=20 timely four-engine 120 build/test_cuda four nvfp4 int4
+    export SHOW=3
+    for format in bf16 nvfp4 nvfp4-head int4; do # one sequence: with the read bandwidth
+        timely_nine decode-1 40 $format --fill --prompt-tokens 4096 --gen-tokens 256 --repeat 3
+    done
+    for format in nvfp4-head int4 bf16; do # the lines of the sums are the last
+        SHOW=24 timely_nine gemm 60 $format --gemm --repeat 1
+    done
+    for format in nvfp4-head int4; do
+        if [ -n "${MARLIN_DIR:-}" ] && left 100; then
+            ./sala bench -q --device "$device" --synthetic -m "$nine_config" --weights $format --gemm --repeat 1 --json \
+                >"$out/gemm-$format.json"
+            SHOW=70 timely marlin-$format 90 python3 tools/marlin_baseline.py --quick --rows 1,8,16,32,48 \
+                --json "$out/marlin.json" --sala "$out/gemm-$format.json"
+        else
+            skip marlin-$format "MARLIN_DIR is not set, or the stage's time is over"
+        fi
+    done
+    for format in nvfp4 int4 bf16; do
+        timely_nine prompt-128k 60 $format --no-roofline --prompt-tokens 131072 --gen-tokens 16 --repeat 1
+        timely_nine prompt-32k 30 $format --no-roofline --prompt-tokens 32768 --gen-tokens 16 --repeat 2
+    done
+    for format in nvfp4 nvfp4-head int4 bf16; do
+        for n in 8 64; do
+            timely_nine decode-$n 40 $format --no-roofline --fill --prompt-tokens 4096 --gen-tokens 200 --repeat 2 --parallel $n
+        done
+    done
+    export SALA_TRACE=1 SHOW=40
+    timely_nine table-1 60 nvfp4 --no-roofline --fill --prompt-tokens 4096 --gen-tokens 8 --repeat 1 --kernels
+    timely_nine shares-32k 60 nvfp4 --no-roofline --prompt-tokens 32768 --gen-tokens 1 --repeat 1 --kernels
+    unset SALA_TRACE SHOW
+}
+
+accuracy() {
+    header "accuracy of four bits"
+    step build-accuracy 200 make -j4 sala quantize
+    rm -rf build/accuracy
+    SHOW=40 step accuracy 560 env DEVICE="$device" ITEMS=9600 sh tools/accuracy.sh models/sala-tiny build/accuracy
+}
+
 [ $# -gt 0 ] || set -- all
 for stage in "$@"; do
     case $stage in
-    kernels | engine | sanitizer | needles | bench | prefill) $stage ;;
+    kernels | engine | sanitizer | needles | bench | prefill | four | accuracy) $stage ;;
     all)
-        for each in kernels engine sanitizer needles bench prefill; do $each; done
+        for each in kernels engine sanitizer needles bench prefill four accuracy; do $each; done
         ;;
     *)
-        echo "gpu_check.sh: there is no stage '$stage'; there are: kernels engine sanitizer needles bench prefill all" >&2
+        echo "gpu_check.sh: there is no stage '$stage'; there are: kernels engine sanitizer needles bench prefill four accuracy all" >&2
         exit 2
         ;;
     esac

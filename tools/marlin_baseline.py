@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Public kernels on the shapes of `sala bench --gemm`: the yardstick for products with 4-bit weights.
 
-    MARLIN_DIR=~/marlin python3 tools/marlin_baseline.py [--json FILE] [--rows 1,8,16] [--quick]
+    MARLIN_DIR=~/marlin python3 tools/marlin_baseline.py [--json FILE] [--rows 1,8,16] [--quick] [--sala FILE]
 
 Marlin is IST-DASLab/marlin (Apache-2.0), which is not part of this project: MARLIN_DIR is a clone of it. Its kernel
 is compiled by nvcc with one change, the cache hint of its cp.async, an illegal instruction on Hopper, is taken out.
 Beside it: PyTorch's _weight_int4pack_mm (4 bits, groups of 128 as for Marlin) and cuBLAS in BF16. Every way reads
 weights that have left the L2 cache: the calls of one CUDA graph go round several gigabytes of copies. The best
-replay counts. Without MARLIN_DIR, or where a way does not exist, its rows are left out and that is said.
+replay counts. Without MARLIN_DIR, or where a way does not exist, its rows are left out and that is said. --sala takes
+what `sala bench --gemm --json` printed and compares the times of the same shapes.
 """
 import argparse
 import ctypes
@@ -163,10 +164,22 @@ def measure(ways, rows, total):
     return table
 
 
+def against(sala, table):
+    """Times of sala's verify form beside those of the others."""
+    print("\n%6s %6s %4s  %-28s %9s   time, of that of" % ("N", "K", "M", "sala", "us"))
+    for e in json.load(open(sala))["products"]:
+        others = [t for t in table if (t["n"], t["k"], t["m"]) == (e["n"], e["k"], e["rows"])]
+        if e["form"] == "verify" and others:
+            print("%6d %6d %4d  %-28s %9.2f   %s" % (
+                e["n"], e["k"], e["rows"], f"{e['format']}, {e['product']}", e["us"],
+                ", ".join("%s %.2f" % (t["kernel"].split()[0], e["us"] / t["us"]) for t in others)))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write the table to this file too")
     parser.add_argument("--rows", default="1,8,16,32,48,64", help="M, separated by commas")
+    parser.add_argument("--sala", help="what sala bench --gemm --json printed, to compare with")
     parser.add_argument("--quick", action="store_true", help="1 GiB of weights instead of 3")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -179,6 +192,8 @@ def main():
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}")
     with torch.inference_mode():
         table = measure(ways, [int(m) for m in args.rows.split(",")], (1 if args.quick else 3) << 30)
+    if args.sala:
+        against(args.sala, table)
     if args.json:
         with open(args.json, "w") as f:
             json.dump({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "table": table}, f, indent=1)
