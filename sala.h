@@ -1788,6 +1788,7 @@ typedef struct sala__weights {
     sala__layer *layers; // [layers]
     int64_t parameters, bytes;
     int64_t decode_bytes; // of the linear layers and the head: read for each token
+    int64_t copied;       // what sala__weights_load puts into memory
     void *owned;          // synthetic data or NULL
     float *alphas;        // of synthetic 4-bit weights, or NULL
     void *blocks;         // what loading 4-bit weights took: a list, each begins with the next
@@ -1889,12 +1890,16 @@ static int64_t sala__weight_bytes(const sala_weight *w) { // scales, zeros and a
     return bytes + groups * (w->format == SALA_INT4 ? 2 : 1) + (w->zero ? groups : 0);
 }
 
-static void sala__weights_free(const sala__env *env, sala__weights *w) {
+static void sala__weights_free_blocks(const sala__env *env, sala__weights *w) {
     while (w->blocks) {
         void *next = *(void **)w->blocks;
         sala__release(env, w->blocks);
         w->blocks = next;
     }
+}
+
+static void sala__weights_free(const sala__env *env, sala__weights *w) {
+    sala__weights_free_blocks(env, w);
     sala__release(env, w->layers);
     sala__release(env, w->owned);
     sala__release(env, w->alphas);
@@ -1904,12 +1909,13 @@ static void sala__weights_free(const sala__env *env, sala__weights *w) {
 // Once data or formats changed: a tied head, and the totals.
 static void sala__weights_finish(const sala__config *c, sala__weights *w) {
     sala__item item;
-    w->parameters = w->bytes = w->decode_bytes = 0;
+    w->parameters = w->bytes = w->decode_bytes = w->copied = 0;
     for (int i = 0; i < sala__item_count(c); i++) {
         if (!sala__item_at(c, w, i, &item)) continue;
         int64_t bytes = sala__weight_bytes(item.weight);
         w->parameters += (int64_t)item.n * item.k;
         w->bytes += bytes;
+        if (item.weight->format == SALA_INT4) w->copied += bytes;
         if (item.k > 1 && item.weight != &w->embed) w->decode_bytes += bytes;
     }
     if (!c->tied) return;
@@ -2495,6 +2501,7 @@ static int sala__weights_load(const sala__env *env, sala__checkpoint *ck, const 
     int code = 0, count = sala__item_count(c);
     for (int i = 0; i < count && code == 0; i++) {
         if (!sala__item_at(c, w, i, &item) || item.weight->format < SALA_NVFP4) continue;
+        if (item.weight->format == SALA_INT4 && item.weight->data) continue; // a second try
         sala__source_of(ck, w, &item, &s);
         if (s.kind == SALA__GPTQ)
             code = sala__load_gptq(&binder, &s);
@@ -2509,6 +2516,18 @@ static int sala__element_is_finite(const sala_weight *w, int64_t index) {
     if (w->format == SALA_F32) return fabsf(((const float *)w->data)[index]) <= FLT_MAX;
     uint16_t exponent = w->format == SALA_F16 ? 0x7C00 : 0x7F80;
     return (((const uint16_t *)w->data)[index] & exponent) != exponent;
+}
+
+// Once a GPU has the weights: what loading took is not needed any more. Formats and totals stay.
+static void sala__weights_forget(const sala__env *env, const sala__config *c, sala__weights *w) {
+    sala__item item;
+    for (int i = 0; i < sala__item_count(c) && w->blocks; i++) {
+        if (!sala__item_at(c, w, i, &item) || item.weight->format < SALA_NVFP4) continue;
+        item.weight->alpha = NULL;
+        item.weight->zero = NULL;
+        if (item.weight->format == SALA_INT4) item.weight->data = item.weight->scale = NULL;
+    }
+    sala__weights_free_blocks(env, w);
 }
 
 // What kinds of tensors there are, for people: "NVFP4, BF16 head" and "attention NVFP4, MLP ...".
@@ -2558,6 +2577,7 @@ static int64_t sala__weight_nan(const sala_weight *w) {
     sala_weight all = *w;
     int64_t at = 0, count = (int64_t)w->n * w->k;
     if (w->format >= SALA_NVFP4) count /= w->group;
+    if (w->format >= SALA_NVFP4 && !w->scale) return -1; // a GPU has it; loading checked it
     if (w->format == SALA_NVFP4) {
         while (at < count && ((const uint8_t *)w->scale)[at] < 0x7F) at++;
     } else {
@@ -8624,7 +8644,8 @@ static int64_t sala__measure(sala *s) {
     for (int i = 0; i < n; i++)
         if (sala__buffer_used(s, &b[i]) && sala__buffer_on_gpu(s, &b[i]) == s->on_gpu)
             p->scratch_bytes += (int64_t)(b[i].count * b[i].size);
-    p->weight_bytes = o->synthetic ? s->weights.bytes : 0; // mapped weights are the page cache's
+    p->weight_bytes =
+        o->synthetic ? s->weights.bytes : s->weights.copied; // the rest is the page cache's
     if (s->on_gpu) p->weight_bytes = s->gpu_weight_bytes;
     return p->kv_bytes + p->state_bytes + p->pending_bytes + p->scratch_bytes + p->unpack_bytes +
            p->weight_bytes;
@@ -8700,6 +8721,7 @@ static int64_t sala__longest_context(const sala *s) {
     trial.sparse_layers = s->sparse_layers;
     trial.lightning_layers = s->lightning_layers;
     trial.weights.bytes = s->weights.bytes;
+    trial.weights.copied = s->weights.copied;
     trial.on_gpu = s->on_gpu;
     trial.gpu_weight_bytes = s->gpu_weight_bytes;
     trial.plan.unpack_bytes = s->plan.unpack_bytes;
@@ -8774,8 +8796,6 @@ static int sala__read_files(sala *s, const char *path, int tokenizer, sala_error
     code = sala__weights_bind(&s->env, &s->checkpoint, &s->config, &s->weights, err);
     if (code == 0) code = sala__check_4bit(&s->config, &s->weights, err);
     if (code < 0 || !tokenizer) return code;
-    code = sala__weights_load(&s->env, &s->checkpoint, &s->config, &s->weights, err);
-    if (code < 0) return code;
     file = sala__join(&s->env, path, "tokenizer.json", err);
     if (!file) return SALA_E_MEMORY;
     int there = sala__file_exists(file);
@@ -8973,6 +8993,8 @@ static int sala__open_cpu(sala *s, sala_error *err) {
 // Plan, take and fill everything that the operations work on.
 static int sala__start(sala *s, sala_error *err) {
     int code = sala__make_plan(s, err);
+    if (code == 0 && !s->options.synthetic)
+        code = sala__weights_load(&s->env, &s->checkpoint, &s->config, &s->weights, err);
     if (code == 0 && s->on_gpu) code = sala__cuda_enter(&s->gpu.cuda, err);
     if (code < 0) return code;
     s->gpu.units = sala__gpu_units(s);
@@ -9034,6 +9056,7 @@ static int sala__open(sala *s, const char *path, sala_error *err) {
     } else {
         code = sala__start(s, err);
     }
+    if (code == 0 && s->on_gpu) sala__weights_forget(&s->env, &s->config, &s->weights);
     if (code == 0) sala__progress(&s->env, "ready", 1);
     return code;
 }

@@ -10,7 +10,7 @@
 // ---- a folder and counted memory ----
 
 typedef struct counter {
-    int64_t live;
+    int64_t live, bytes; // allocations that live; bytes asked for so far
     int calls, fail_at, notes;
 } counter;
 
@@ -24,6 +24,7 @@ static void *counting(void *user, void *pointer, size_t size) {
         return NULL;
     }
     if (++c->calls == c->fail_at) return NULL;
+    c->bytes += (int64_t)size;
     void *p = realloc(pointer, size);
     c->live += p && !pointer;
     return p;
@@ -78,6 +79,7 @@ static int load(loaded *l, sala_error *err) { // nothing is left on errors
     int code = sala__config_read(&env, path, &l->config, err);
     if (code == 0) code = sala__scheme_files_read(&env, folder, &l->config, err);
     if (code == 0) code = sala__checkpoint_open(&env, folder, &l->checkpoint, err);
+    counted.bytes = 0;
     if (code == 0) code = sala__weights_bind(&env, &l->checkpoint, &l->config, &l->weights, err);
     if (code == 0) code = sala__weights_load(&env, &l->checkpoint, &l->config, &l->weights, err);
     if (code == 0) code = sala__weights_check(&env, &l->config, &l->weights, &l->checkpoint, err);
@@ -292,6 +294,22 @@ static void sizes(void) {
         const sala_weight *w = &l.weights.layers[1].q;
         CHECK(8.0 * (double)sala__weight_bytes(w) == cases[i].bits * w->n * w->k, "%lld bytes",
               (long long)sala__weight_bytes(w));
+        // What the allocator gave: GPTQ's rows, NVFP4's factors, and little else.
+        int64_t want = (int64_t)sizeof(sala__layer) * l.config.dims.layers;
+        sala__item item;
+        for (int t = 0; t < sala__item_count(&l.config); t++) {
+            if (!sala__item_at(&l.config, &l.weights, t, &item)) continue;
+            if (item.weight->format == SALA_NVFP4) want += 4 * item.n + 64;
+            if (item.weight->format == SALA_INT4) want += sala__weight_bytes(item.weight) + 2 * 64;
+        }
+        CHECK(counted.bytes == want, "%lld bytes were taken, %lld expected",
+              (long long)counted.bytes, (long long)want);
+        CHECK(l.weights.copied == 0 || i > 0, "%lld bytes copied", (long long)l.weights.copied);
+        // On a GPU they are given back.
+        sala__weights_forget(&env, &l.config, &l.weights);
+        CHECK(!l.weights.blocks && !w->alpha &&
+                  sala__weights_check(&env, &l.config, &l.weights, NULL, &err) == 0,
+              "%s", err.text);
         unload(&l);
         quant_free(&m);
         folder_remove();
