@@ -24,6 +24,9 @@ static void check_config(const sala__env *env, const sala__config *c) {
     REQUIRE(c->eos_count >= 0 && c->eos_count <= SALA__MAX_EOS && (c->eos_count == 0 || c->eos));
     for (int i = 0; i < c->eos_count; i++) REQUIRE(c->eos[i] >= 0 && c->eos[i] < d->vocab);
     for (int i = 0; i < d->layers; i++) REQUIRE(c->sparse[i] == 0 || c->sparse[i] == 1);
+    const sala__scheme *q = &c->scheme;
+    REQUIRE(q->kind == 0 || (q->kind >= SALA__GPTQ && q->kind <= SALA__MODELOPT));
+    REQUIRE(q->group >= -1 && (q->zero_offset | 1) == 1 && (q->symmetric | 1) == 1);
     sala__weights w;
     sala_error err;
     int code = sala__weights_plan(env, c, &w, &err);
