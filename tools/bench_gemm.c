@@ -262,25 +262,26 @@ static void bench_launch(bench_gemms *g, const bench_product *p, int copy, int r
     g->s->gpu.prefill = 0;
 }
 
-// Can the product be run so? W4A4 wants NVFP4 throughout and an input scale, and its kernels.
-static int bench_has_form(const bench_gemms *g, const bench_product *p, int form) {
-    const sala *s = g->s;
-    int four = 0;
-    for (int i = 0; i < p->count; i++) {
-        const sala_weight *w = &p->w[0][i];
-        four |= w->format == SALA_NVFP4 || w->format == SALA_INT4;
-        if (form == BENCH_W4A4 && (w->format != SALA_NVFP4 || !(w->input_scale > 0))) return 0;
-    }
-    if (form == BENCH_VERIFY) return 1;
-    if (p->logits) return 0; // the head has one form
-    if (form == BENCH_W4A4) return !s->on_gpu || s->gpu.kernels[SALA__KERNEL_prefill_fp4].function;
-    return s->on_gpu && (!four || s->gpu.kernels[SALA__KERNEL_unpack4].function);
-}
-
 static void bench_quantize_x(bench_gemms *g, const bench_product *p) {
     sala_quantize_args a = {BENCH_GEMM_ROWS, p->k, g->x, g->qx};
     a.quant.scale = p->w[0][0].input_scale;
     sala__op(g->s, SALA__OP_quantize, &a);
+}
+
+// Can the product be run so? W4A4 wants NVFP4 throughout, an input scale and its kernels; prefill with
+// 4-bit weights wants the memory to unpack them: the engine has what its own prefill uses, a try tells.
+static int bench_has_form(bench_gemms *g, const bench_product *p, int form) {
+    sala_error *error = &g->s->gpu.error;
+    if (form == BENCH_VERIFY) return 1;
+    if (p->logits || (form == BENCH_PREFILL && !g->s->on_gpu)) return 0; // there is one form
+    for (int i = 0; i < p->count && form == BENCH_W4A4; i++)
+        if (p->w[0][i].format != SALA_NVFP4 || !(p->w[0][i].input_scale > 0)) return 0;
+    if (!g->s->on_gpu) return 1;
+    if (form == BENCH_W4A4 && !g->s->gpu.kernels[SALA__KERNEL_prefill_fp4].function) return 0;
+    bench_launch(g, p, 0, 1, form);
+    if (error->code != SALA_E_STATE) return !error->code;
+    memset(error, 0, sizeof *error);
+    return 0;
 }
 
 // Seconds of one launch of many in a graph, each with other weights.
@@ -519,11 +520,13 @@ static double bench_blas_seconds(const bench_gemms *g, const bench_product *p, i
 static int bench_gemm_product(bench_gemms *g, const bench_product *p) {
     bench_entry *first = &g->entries[g->entry_count];
     if (!g->json) bench_product_head(g, p);
-    if (bench_has_form(g, p, BENCH_W4A4)) bench_quantize_x(g, p);
+    int has[BENCH_FORMS];
+    for (int form = 0; form < BENCH_FORMS; form++) has[form] = bench_has_form(g, p, form);
+    if (has[BENCH_W4A4]) bench_quantize_x(g, p);
     for (size_t r = 0; r < sizeof bench_gemm_rows / sizeof *bench_gemm_rows; r++) {
         for (int form = 0; form < BENCH_FORMS; form++) {
             bench_entry e = {p, bench_gemm_rows[r], form, 0, 0, 0};
-            if (!bench_has_form(g, p, form) || g->entry_count == BENCH_ENTRIES) continue;
+            if (!has[form] || g->entry_count == BENCH_ENTRIES) continue;
             e.seconds = g->s->on_gpu ? bench_time_gpu(g, p, e.rows, form)
                                      : bench_time_cpu(g, p, e.rows, form);
             if (g->s->gpu.error.code) return cli_fail(CLI_FAILED, "%s", g->s->gpu.error.text);

@@ -11,7 +11,8 @@
 #   sh tools/gpu_check.sh accuracy    what four bits cost sala-tiny in answers and perplexity (tools/accuracy.sh)
 #   sh tools/gpu_check.sh all
 #
-# SALA_TEST_GPU is the number of the device (0). MARLIN_DIR is a clone of IST-DASLab/marlin, which `four` then compares with. The logs of all steps, and what they write, go to $OUT
+# SALA_TEST_GPU is the number of the device (0). MARLIN_DIR is a clone of IST-DASLab/marlin, with which `four` then
+# compares. The logs of all steps, and what they write, go to $OUT
 # (bench/). The last line is "N passed, N failed, N skipped"; the exit status is 0 only without a failure.
 set -u
 cd "$(dirname "$0")/.." || exit 2
@@ -197,12 +198,13 @@ timely() { # NAME SECONDS COMMAND...: a step, if it can still be done in time
     fi
 }
 
-timely_nine() { # NAME SECONDS FORMAT ARGUMENTS...
+timely_nine() { # NAME SECONDS FORMAT ARGUMENTS...: sala bench of the 9B geometry in that format
     name=$1
     limit=$2
     format=$3
     shift 3
-    timely "$name-$format" "$limit" ./sala bench --device "$device" --synthetic -m "$nine_config" --weights "$format" "$@"
+    timely "$name-$format" "$limit" ./sala bench --device "$device" --synthetic -m "$nine_config" \
+        --weights "$format" "$@"
 }
 
 four() {
@@ -219,10 +221,11 @@ four() {
     for format in nvfp4-head int4 bf16; do # the lines of the sums are the last
         SHOW=24 timely_nine gemm 60 $format --gemm --repeat 1
     done
+    SHOW=24 timely_nine gemm-w4a4 60 nvfp4 --gemm --repeat 1 --prefill w4a4
     for format in nvfp4-head int4; do
         if [ -n "${MARLIN_DIR:-}" ] && left 100; then
-            ./sala bench -q --device "$device" --synthetic -m "$nine_config" --weights $format --gemm --repeat 1 --json \
-                >"$out/gemm-$format.json"
+            ./sala bench -q --device "$device" --synthetic -m "$nine_config" --weights $format --gemm \
+                --repeat 1 --json >"$out/gemm-$format.json"
             SHOW=70 timely marlin-$format 90 python3 tools/marlin_baseline.py --quick --rows 1,8,16,32,48 \
                 --json "$out/marlin.json" --sala "$out/gemm-$format.json"
         else
@@ -235,7 +238,8 @@ four() {
     done
     for format in nvfp4 nvfp4-head int4 bf16; do
         for n in 8 64; do
-            timely_nine decode-$n 40 $format --no-roofline --fill --prompt-tokens 4096 --gen-tokens 200 --repeat 2 --parallel $n
+            timely_nine decode-$n 40 $format --no-roofline --fill --prompt-tokens 4096 --gen-tokens 200 \
+                --repeat 2 --parallel $n
         done
     done
     export SALA_TRACE=1 SHOW=40
@@ -259,7 +263,8 @@ for stage in "$@"; do
         for each in kernels engine sanitizer needles bench prefill four accuracy; do $each; done
         ;;
     *)
-        echo "gpu_check.sh: there is no stage '$stage'; there are: kernels engine sanitizer needles bench prefill four accuracy all" >&2
+        echo "gpu_check.sh: there is no stage '$stage'; there are: kernels engine sanitizer needles bench prefill" \
+            "four accuracy all" >&2
         exit 2
         ;;
     esac
