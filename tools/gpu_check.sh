@@ -216,29 +216,29 @@ four() {
     SHOW=20 timely four-engine 120 build/test_cuda four nvfp4 int4
     export SHOW=3
     for format in bf16 nvfp4 nvfp4-head int4; do # one sequence: with the read bandwidth
-        timely_nine decode-1 40 $format --fill --prompt-tokens 4096 --gen-tokens 256 --repeat 3
+        timely_nine decode-1 40 "$format" --fill --prompt-tokens 4096 --gen-tokens 256 --repeat 3
     done
     for format in nvfp4-head int4 bf16; do # the lines of the sums are the last
-        SHOW=24 timely_nine gemm 60 $format --gemm --repeat 1
+        SHOW=24 timely_nine gemm 60 "$format" --gemm --repeat 1
     done
     SHOW=24 timely_nine gemm-w4a4 60 nvfp4 --gemm --repeat 1 --prefill w4a4
     for format in nvfp4-head int4; do
         if [ -n "${MARLIN_DIR:-}" ] && left 100; then
-            ./sala bench -q --device "$device" --synthetic -m "$nine_config" --weights $format --gemm \
+            ./sala bench -q --device "$device" --synthetic -m "$nine_config" --weights "$format" --gemm \
                 --repeat 1 --json >"$out/gemm-$format.json"
-            SHOW=70 timely marlin-$format 90 python3 tools/marlin_baseline.py --quick --rows 1,8,16,32,48 \
+            SHOW=70 timely "marlin-$format" 90 python3 tools/marlin_baseline.py --quick --rows 1,8,16,32,48 \
                 --json "$out/marlin.json" --sala "$out/gemm-$format.json"
         else
-            skip marlin-$format "MARLIN_DIR is not set, or the stage's time is over"
+            skip "marlin-$format" "MARLIN_DIR is not set, or the stage's time is over"
         fi
     done
     for format in nvfp4 int4 bf16; do
-        timely_nine prompt-128k 60 $format --no-roofline --prompt-tokens 131072 --gen-tokens 16 --repeat 1
-        timely_nine prompt-32k 30 $format --no-roofline --prompt-tokens 32768 --gen-tokens 16 --repeat 2
+        timely_nine prompt-128k 60 "$format" --no-roofline --prompt-tokens 131072 --gen-tokens 16 --repeat 1
+        timely_nine prompt-32k 30 "$format" --no-roofline --prompt-tokens 32768 --gen-tokens 16 --repeat 2
     done
     for format in nvfp4 nvfp4-head int4 bf16; do
         for n in 8 64; do
-            timely_nine decode-$n 40 $format --no-roofline --fill --prompt-tokens 4096 --gen-tokens 200 \
+            timely_nine "decode-$n" 40 "$format" --no-roofline --fill --prompt-tokens 4096 --gen-tokens 200 \
                 --repeat 2 --parallel $n
         done
     done
