@@ -1105,6 +1105,27 @@ static void good_configs(void) { // spellings that are accepted, and what they g
     CHECK(c.bos == -1 && c.pad == -1 && c.eos_count == 0, "nulls: bos %d, %d eos", c.bos,
           c.eos_count);
     sala__config_free(&env, &c);
+    static const struct {
+        const char *members;
+        sala__scheme scheme;
+    } schemes[] = {
+        {"\"compression_config\":null", {0, 0, 0, 0}},
+        {QUANT("\"gptq\",\"bits\":4,\"group_size\":128,\"sym\":true"), {SALA__GPTQ, 128, 1, 1}},
+        {QUANT("\"gptq\",\"group_size\":-1,\"checkpoint_format\":\"gptq_v2\""),
+         {SALA__GPTQ, -1, 0, 0}},
+        {"\"quantization_config\":{\"bits\":4}", {SALA__GPTQ, 0, 1, 0}},
+        {GROUP("\"num_bits\":4,\"type\":\"float\""), {SALA__COMPRESSED, 0, 0, 0}},
+        {"\"compression_config\":{\"config_groups\":{}}", {SALA__COMPRESSED, 0, 0, 0}},
+        {QUANT("\"modelopt\",\"quant_algo\":\"NVFP4\""), {SALA__MODELOPT, 0, 0, 0}},
+        {"\"quantization_config\":{\"quant_algo\":\"W4A16_NVFP4\"}", {SALA__MODELOPT, 0, 0, 0}},
+    };
+    for (size_t i = 0; i < sizeof schemes / sizeof schemes[0]; i++) {
+        int code = config_try(schemes[i].members, &c, &err);
+        CHECK(code == 0 && memcmp(&c.scheme, &schemes[i].scheme, sizeof c.scheme) == 0,
+              "%s: %d %d %d %d", schemes[i].members, code, c.scheme.kind, c.scheme.group,
+              c.scheme.zero_offset);
+        if (code == 0) sala__config_free(&env, &c);
+    }
     counted.warnings = 0;
     CHECK(
         config_try("\"lightning_scale\":\"1/d\",\"mixer_types\":[\"lightning\",\"lightning_attn\"]",
