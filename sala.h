@@ -2252,12 +2252,16 @@ static int sala__bind_plain(sala__binder *b, const sala__source *s) {
 static int sala__bind_refusals(sala__binder *b, const sala__source *s) {
     static const char *const refused[][2] = {
         {"pre_quant_scale", "scaled inputs (NVFP4_AWQ)"},
-        {"weight_shape", "compressed-tensors' INT4 (pack-quantized)"},
         {"weight_zero_point", "compressed-tensors with zero points"},
         {"weight.absmax", "bitsandbytes"},
         {"weight.quant_state.bitsandbytes__nf4", "bitsandbytes"},
         {"weight_scale_inv", "FP8 weights"},
     };
+    const sala__tensor *packed = sala__source_find(b->ck, s->base, "weight_packed");
+    if (packed && strcmp(packed->dtype, "I32") == 0)
+        return sala__fail(b->err, SALA_E_MODEL,
+                          "%s: tensor %s: compressed-tensors' INT4 (pack-quantized): not supported",
+                          packed->file, packed->name);
     for (size_t i = 0; i < sizeof refused / sizeof refused[0]; i++) {
         const sala__tensor *t = sala__source_find(b->ck, s->base, refused[i][0]);
         if (t)
@@ -2297,14 +2301,14 @@ static int sala__scheme_agrees(const sala__binder *b) {
 }
 
 // [k/8, rows] words of 8 codes along k, the lowest k lowest -> the item's rows of [n, k/8] words. In
-// squares of 16 words, so that each cache line is read and written whole.
+// pieces of 64 x 16 words, so that cache lines are read and written whole.
 static void sala__gptq_codes(const sala__source *s, const sala__gptq *t, char *to) {
     int32_t n = s->item->n, words = s->item->k / 8;
     const char *from = (const char *)t->codes->data + (int64_t)s->first * 4;
-    for (int32_t r0 = 0; r0 < words; r0 += 16)
-        for (int32_t n0 = 0; n0 < n; n0 += 16)
+    for (int32_t n0 = 0; n0 < n; n0 += 16)
+        for (int32_t r0 = 0; r0 < words; r0 += 64)
             for (int32_t i = n0; i < n0 + 16 && i < n; i++)
-                for (int32_t r = r0; r < r0 + 16 && r < words; r++)
+                for (int32_t r = r0; r < r0 + 64 && r < words; r++)
                     memcpy(to + ((int64_t)i * words + r) * 4, from + ((int64_t)r * s->rows + i) * 4,
                            4);
 }
