@@ -6,6 +6,8 @@
 #include "check.h"
 #include "device.h"
 #include "model.h"
+#include "quant_files.h"
+#include <dirent.h>
 
 #define GEOM "tests/data/vectors/geom/config.json"
 
@@ -488,6 +490,40 @@ static void test_refusals(void) {
     session_close(&t);
 }
 
+// Files as others write them, fused and of all kinds: what comes to the device is what the CPU has, and the host keeps
+// no copy.
+static void test_four_bit_files(void) {
+    static const quant_options cases[] = {
+        {.kind = SALA__MODELOPT, .fused = QUANT_FUSED_EACH, .head = 1, .shards = 2},
+        {.kind = SALA__GPTQ, .group = 32, .asymmetric = 1, .f16 = 1},
+        {.kind = 0, .group = 128}};
+    static const char *const names[] = {"ModelOpt", "GPTQ", "all in turn"};
+    int32_t tokens[80];
+    check_seed = 62;
+    random_tokens(tokens, 80, 2000);
+    for (int i = 0; i < 3; i++) {
+        char folder[] = "/tmp/sala-files-XXXXXX", path[600];
+        quant_model m;
+        if (!mkdtemp(folder)) die(folder, "cannot make a folder");
+        quant_make(SALA_TINY "/config.json", &cases[i], &m);
+        quant_write(&m, folder, SALA_TINY "/config.json");
+        quant_free(&m);
+        against_cpu(folder, 0, tokens, 66, 3, 0.05, 10, names[i]);
+        sala_options o = cuda_options(1, 0);
+        session t = session_open(folder, &o);
+        CHECK(!t.engine->weights.blocks && t.info.bits_per_weight < 10, "%s: the host has a copy",
+              names[i]);
+        session_close(&t);
+        DIR *d = opendir(folder);
+        for (struct dirent *e = d ? readdir(d) : NULL; e; e = readdir(d)) {
+            snprintf(path, sizeof path, "%s/%s", folder, e->d_name);
+            if (e->d_name[0] != '.') unlink(path);
+        }
+        if (d) closedir(d);
+        rmdir(folder);
+    }
+}
+
 int main(int argc, char **argv) {
     static const check_entry tests[] = {TEST(test_short_prompt),
                                         TEST(test_long_prompt),
@@ -499,6 +535,7 @@ int main(int argc, char **argv) {
                                         TEST(test_continued_sequence),
                                         TEST(test_memory_plan),
                                         TEST(test_four_bits),
+                                        TEST(test_four_bit_files),
                                         TEST(test_sampling),
                                         TEST(test_logprobs_and_force),
                                         TEST(test_two_engines),

@@ -327,6 +327,7 @@ static float *run(const char *config, const quant_options *o, int *vocab, int32_
     quant_write(&m, folder, config);
     sala_options options = small_options(64, 64);
     options.context = 256;
+    options.device = "cpu";
     session t = session_open(folder, &options);
     int32_t prompt[PROMPT];
     for (int i = 0; i < PROMPT; i++) prompt[i] = (int32_t)(sala_mix64((uint64_t)i) % 90) + 3;
