@@ -217,7 +217,7 @@ static void quant_swap_gpu(sala *s, const quant_record *r, const sala_weight *w,
     sala__item_at(&s->config, &s->gpu_weights, r->item, &item);
     const sala_weight *gate = sala__gate_of(&item, &s->gpu_weights);
     sala__gpu_upload(&s->gpu, &bf16, slab, (void *)(uintptr_t)(gate ? gate : item.weight)->data,
-                     sala__gpu_layout(&item, &s->gpu_weights));
+                     sala__gpu_place_of(&item, &s->gpu_weights).layout);
     free(plain);
 }
 
