@@ -257,10 +257,29 @@ SALA_FN sala_weight sala_plain_weight(const void *data, int32_t format, int32_t 
 
 // Rows of x in NVFP4, for W4A4: x = scale * E4M3 scale of 16 k * E2M1 code. codes NULL: there are none.
 typedef struct sala_quant {
-    uint8_t *codes;  // [rows, k/2], even k in the low nibble
-    uint8_t *scales; // [rows, k/16]
+    uint8_t *codes; // [rows, k/2], even k in the low nibble (GPU: words as sala_code_bits has them)
+    uint8_t *scales; // [k/64, rows, 4], see sala_quant_place
     float scale;     // the weights' input_scale
+    int32_t rows;    // that it has room for: a multiple of four
 } sala_quant;
+
+// Where the scale of a row's 16 k from k on lies: the four of 64 k are a word, as the FP4 MMA wants
+// them, and the words of all rows lie together, as a stage of a product wants them.
+SALA_FN int64_t sala_quant_place(const sala_quant *q, int32_t row, int32_t k) {
+    return ((int64_t)(k >> 6) * q->rows + row) * 4 + (k >> 4 & 3);
+}
+
+// The scale of a group whose largest BF16 magnitude has these bits. Infinity or NaN make it NaN (0x7F).
+SALA_FN uint8_t sala_quant_scale(uint32_t most, float scale) {
+    if (most >= 0x7F80u) return 0x7F;
+    return sala_f32_e4m3(sala_bf16_f32((uint16_t)most) * (1.0f / (6.0f * scale)));
+}
+
+// What the group is multiplied by before it becomes E2M1 codes; 0: all codes are 0.
+SALA_FN float sala_quant_factor(uint8_t group_scale, float scale) {
+    if (group_scale == 0 || group_scale == 0x7F) return 0;
+    return 1.0f / (sala_e4m3_f32(group_scale) * scale);
+}
 
 // ---- operations: one argument struct each ----
 // Where an operation has a prefill and a verify form (the arithmetic differs), it has two names. On
@@ -306,7 +325,9 @@ typedef struct sala_gemm_args {
     sala_weight w[SALA_GEMM_MAX];
     sala_act *y[SALA_GEMM_MAX]; // [rows, n_i]; or
     float *y_f32;               // [rows, n_0] instead of y[0] (the logits)
-    sala_quant qx; // W4A4 (prefill, all weights NVFP4): is read instead of x; codes NULL: x is
+    // W4A4 (prefill, all weights NVFP4): read instead of x, codes NULL: x is. One sum along k: the
+    // products of 16 k exactly, then added in FP32; y = sum * (alpha[n] * qx.scale).
+    sala_quant qx;
 } sala_gemm_args;
 
 // branch = input w^T, then the norm above. A GPU never writes the branch: the blocks that arrive
@@ -333,7 +354,7 @@ typedef struct sala_gemm_swiglu_args {
 } sala_gemm_swiglu_args;
 
 // x quantised (nvfp4.md 8), IEEE arithmetic: b = max |x| of 16, s = E4M3(b * (1 / (6 * scale))), codes
-// E2M1(x * (1 / (s * scale))); s = 0 makes all codes 0.
+// E2M1(x * (1 / (s * scale))); s = 0 makes all codes 0, and a group that is not finite has s = NaN.
 typedef struct sala_quantize_args {
     int32_t rows, width;
     const sala_act *x; // [rows, width]
@@ -719,6 +740,12 @@ typedef struct sala_product_args {
 #define SALA_PREFILL_STAGE(tall, wide) (((tall)*32 + (wide)*16) * 128) // bytes
 #define SALA_PREFILL_STAGES(tall, wide) (SALA_PREFILL_SHARED / SALA_PREFILL_STAGE(tall, wide))
 
+// The same tiles of products in 4 bits (section 21 of sala.cu). A stage: blocks of weights as they lie,
+// the two halves of the codes of 64 k of each row of x, 16 bytes each, and its word of scales.
+#define SALA_FP4_STAGES 5
+#define SALA_FP4_STAGE(tall, wide) ((tall)*SALA_BLOCK4 / 2 + (wide)*16 * 36) // bytes
+#define SALA_FP4_SHARED (SALA_FP4_STAGES * SALA_FP4_STAGE(4, 8))
+
 #define SALA_SELECT_PART 128 // rows of tier 2, or blocks, that one unit of block selection takes
 #define SALA_ATTEND_PART 2   // listed blocks that one unit of attention takes
 
@@ -845,6 +872,7 @@ typedef struct sala_sample_args {
     X(quantize, sala_quantize_args, 256, 3)                                                        \
     X(gemm_nvfp4, sala_product_args, 256, 4)                                                       \
     X(gemm_int4, sala_product_args, 256, 5)                                                        \
-    X(prefill_fp4, sala_product_args, 128, 6)
+    X(prefill_fp4, sala_product_args, 128, 6)                                                      \
+    X(norm_quant, sala_norm_args, 128, 6)
 
 #endif // SALA_KERNELS_H

@@ -18,6 +18,17 @@
 
 #define SALA_DEVICE static __device__ __forceinline__
 
+// Has the target FP4 tensor cores? Only the architectures with an "a" (or "f") in their name do.
+#ifndef SALA_FP4
+#if defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL)
+#define SALA_FP4 1
+#elif defined(__CUDA_ARCH_FAMILY_SPECIFIC__)
+#define SALA_FP4 (__CUDA_ARCH_FAMILY_SPECIFIC__ >= 1200)
+#else
+#define SALA_FP4 0
+#endif
+#endif
+
 #ifndef SALA_SIM
 // The block's dynamic shared memory.
 SALA_DEVICE unsigned char *sala_shared(void) {
@@ -68,6 +79,22 @@ SALA_DEVICE void sala_mma(float d[4], const uint32_t a[4], const uint32_t b[2]) 
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+
+// d[16x8] += a[16x64] b[64x8] of E2M1 codes with an E4M3 scale for every 16 k, FP32 sums; only where
+// there are FP4 tensor cores. a = rows g, g+8, g, g+8 at k 8c, 8c, 32+8c, 32+8c (eight each, the
+// first in the low bits); b = column g at k 8c, 32+8c; d as above. A word of scales is those of the
+// 64 k of row g + 8 * (c & 1) and of column g.
+#if SALA_FP4
+SALA_DEVICE void sala_fp4_mma(float d[4], const uint32_t a[4], const uint32_t b[2],
+                              uint32_t scale_a, uint32_t scale_b) {
+    asm volatile("mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col"
+                 ".f32.e2m1.e2m1.f32.ue4m3 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, "
+                 "{%10}, {0,0}, {%11}, {0,0};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(scale_a),
+                   "r"(scale_b));
+}
+#endif
 
 // 2 ^ x in one instruction, denormals are 0: relative error 2^-22.
 SALA_DEVICE float sala_exp2(float x) {
@@ -498,7 +525,8 @@ SALA_DEVICE void sala_gemm_feed_weights(const sala_product_args *a, const sala_g
         feed->stride = (int64_t)tiles * SALA_WEIGHTS;
         return;
     }
-    int block = sala_block4(w->format, w->group, w->zero != nullptr), warp = thread >> 5, tile = at->tile * 2 + (warp >> 1);
+    int block = sala_block4(w->format, w->group, w->zero != nullptr), warp = thread >> 5,
+        tile = at->tile * 2 + (warp >> 1);
     tiles = ((a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1) * w->n + 63) >> 6; // of 64 rows
     feed->w = data + (stage * tiles + tile) * block + (warp & 1) * 1024 + (thread & 31) * 16;
     feed->stride = (int64_t)tiles * block;
@@ -648,7 +676,7 @@ SALA_DEVICE sala_gemm_scale sala_gemm_scales(const sala_weight *of, const unsign
         }
         return s;
     }
-    bool fine = of->group == 32; // a scale for each run; else scale and bias
+    bool fine = of->group == 32;                       // a scale for each run; else scale and bias
     uint2 bias = make_uint2(0xC308C308u, 0xC308C308u); // -(128 + 8)
     if (!fine) bias = word;
     if (fine && of->zero) bias = *(const uint2 *)(scales + 128 + (lane >> 2) * 8);
@@ -2278,7 +2306,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 }
 
 #endif
-#if SALA_HAS(1)
+#if SALA_HAS(1) || SALA_HAS(6)
 
 // ---- 14. prefill: matrix products
 // With many rows of x the tensor cores are the limit, so here a block keeps a tile of results in
@@ -2286,14 +2314,6 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 // as they lie packed. Every result is one chain of MMAs along k, whatever the shape of the tile: the
 // same bits for every number of rows. Two blocks a multiprocessor: one multiplies while the other
 // waits, begins or stores.
-
-// The copies of one thread: where the next ones come from and go to.
-typedef struct sala_prefill_feed {
-    int left, slot;             // stages that are still to be copied; where the next one goes
-    int rows, tiles;            // rows of x from the thread's first, tiles of 64 weight rows
-    int64_t stride;             // bytes from a tile's stage to its next
-    const unsigned char *w, *x; // the first 16 bytes of each
-} sala_prefill_feed;
 
 // The place of a tile. Its first weight row counts from the beginning of its weight.
 typedef struct sala_prefill_tile {
@@ -2316,6 +2336,39 @@ SALA_DEVICE sala_prefill_tile sala_prefill_find(const sala_product_args *a, int 
     at.row *= rows;
     return at;
 }
+
+// Where a lane's i-th eight results go: -1, or their place in y or the residual stream. With gate and
+// up, `wide` rounds of 8 rows of x give all columns of the warp, otherwise 32 of them.
+SALA_DEVICE int64_t sala_prefill_place(const sala_product_args *a, const sala_prefill_tile *at,
+                                       int tall, int wide, int i) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, n = a->gemm.w[at->weight].n;
+    int pair = a->kind == SALA_PRODUCT_SWIGLU, eight = i / wide * 4 + (lane & 3);
+    int column = ((at->row + (warp & 1) * tall * 16) >> pair) + eight * 8;
+    int token = at->token + ((warp >> 1) * wide + i % wide) * 8 + (lane >> 2);
+    bool exists = token < a->gemm.rows && column < n && (!pair || eight < tall);
+    return exists ? (int64_t)token * n + column : -1;
+}
+
+// alpha of the lane's row in the warp's `eight`-th eight weight rows.
+SALA_DEVICE float sala_prefill_alpha(const sala_product_args *a, const sala_prefill_tile *at,
+                                     int tall, int eight) {
+    int warp = (int)threadIdx.x >> 5, lane = (int)threadIdx.x & 31;
+    int row = at->row + (warp & 1) * tall * 16 + eight * 8 + (lane >> 2);
+    const sala_weight *w = &a->gemm.w[at->weight];
+    bool exists = row < w->n << (a->kind == SALA_PRODUCT_SWIGLU);
+    return w->alpha && exists ? w->alpha[row] : 1.0f;
+}
+
+#endif
+#if SALA_HAS(1)
+
+// The copies of one thread: where the next ones come from and go to.
+typedef struct sala_prefill_feed {
+    int left, slot;             // stages that are still to be copied; where the next one goes
+    int rows, tiles;            // rows of x from the thread's first, tiles of 64 weight rows
+    int64_t stride;             // bytes from a tile's stage to its next
+    const unsigned char *w, *x; // the first 16 bytes of each
+} sala_prefill_feed;
 
 SALA_DEVICE sala_prefill_feed sala_prefill_begin(const sala_product_args *a,
                                                  const sala_prefill_tile *at) {
@@ -2414,28 +2467,6 @@ SALA_DEVICE void sala_prefill_multiply(const sala_product_args *a, int tall, int
             if (step & 1) sala_prefill_load_x(j, *slot, next, m);
         }
     }
-}
-
-// Where a lane's i-th eight results go: -1, or their place in y or the residual stream. With gate and
-// up, `wide` rounds of 8 rows of x give all columns of the warp, otherwise 32 of them.
-SALA_DEVICE int64_t sala_prefill_place(const sala_product_args *a, const sala_prefill_tile *at,
-                                       int tall, int wide, int i) {
-    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, n = a->gemm.w[at->weight].n;
-    int pair = a->kind == SALA_PRODUCT_SWIGLU, eight = i / wide * 4 + (lane & 3);
-    int column = ((at->row + (warp & 1) * tall * 16) >> pair) + eight * 8;
-    int token = at->token + ((warp >> 1) * wide + i % wide) * 8 + (lane >> 2);
-    bool exists = token < a->gemm.rows && column < n && (!pair || eight < tall);
-    return exists ? (int64_t)token * n + column : -1;
-}
-
-// alpha of the lane's row in the warp's `eight`-th eight weight rows.
-SALA_DEVICE float sala_prefill_alpha(const sala_product_args *a, const sala_prefill_tile *at,
-                                     int tall, int eight) {
-    int warp = (int)threadIdx.x >> 5, lane = (int)threadIdx.x & 31;
-    int row = at->row + (warp & 1) * tall * 16 + eight * 8 + (lane >> 2);
-    const sala_weight *w = &a->gemm.w[at->weight];
-    bool exists = row < w->n << (a->kind == SALA_PRODUCT_SWIGLU);
-    return w->alpha && exists ? w->alpha[row] : 1.0f;
 }
 
 // The results of a warp, rounded, pass through shared memory of its own, where after a last barrier
@@ -4334,22 +4365,374 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     }
 }
 
+#endif
+#if SALA_HAS(3) || SALA_HAS(6)
+
+// The largest BF16 magnitude of eight, as bits; that of an infinity or NaN is larger than all others.
+SALA_DEVICE uint32_t sala_fp4_most(const uint32_t pair[4]) {
+    uint32_t most = 0;
+    for (int i = 0; i < 4; i++) most = max(most, max(pair[i] & 0x7FFFu, pair[i] >> 16 & 0x7FFFu));
+    return most;
+}
+
+// Write half of a group: the eight of row `row` from k on, of which this lane has the lower or upper
+// half and its neighbour (lane ^ 1) the other. All lanes of the warp call it. Twin: sala__quantize16.
+SALA_DEVICE void sala_fp4_put(const sala_quant *q, const uint32_t pair[4], bool exists, int row,
+                              int k, int width) {
+    uint32_t most = sala_fp4_most(pair), word = 0;
+    most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
+    uint8_t scale = sala_quant_scale(most, q->scale);
+    float factor = sala_quant_factor(scale, q->scale);
+    if (!exists) return;
+    for (int i = 0; i < 4; i++)
+        word |= (uint32_t)sala_f32_e2m1(sala_low(pair[i]) * factor) << (8 * i) |
+                (uint32_t)sala_f32_e2m1(sala_high(pair[i]) * factor) << (8 * i + 4);
+    word = sala_nibbles_in(sala_code_order(SALA_NVFP4, SALA_MAJOR), word);
+    *(uint32_t *)(q->codes + ((int64_t)row * width + k) / 2) = factor == 0 ? 0 : word;
+    if ((k & 8) == 0) q->scales[sala_quant_place(q, row, k)] = scale;
+}
+
+#endif
+#if SALA_HAS(3)
+
+// Rows of x in NVFP4. Grid: (rows, shares of 2048 columns); a thread takes eight columns. Reads two
+// bytes an element and writes 0.5625. Twin: sala__op_quantize.
 extern "C" __global__ void __launch_bounds__(256, 4)
     sala_quantize(const __grid_constant__ sala_quantize_args a) {
     sala_launch_next();
     sala_wait_grid();
-    (void)a; // TODO part D
+    int row = (int)blockIdx.x, k = 2048 * (int)blockIdx.y + 8 * (int)threadIdx.x;
+    bool exists = k < a.width;
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (exists) v = *(const uint4 *)(a.x + (int64_t)row * a.width + k);
+    const uint32_t pair[4] = {v.x, v.y, v.z, v.w};
+    sala_fp4_put(&a.quant, pair, exists, row, k, a.width);
 }
 
 #endif
 #if SALA_HAS(6)
 
 // ---- 21. prefill: products in 4 bits on both sides
+// As section 14, with weights and x in NVFP4: a stage of 64 k is one FP4 MMA deep. Every result is
+// the chain acc = fl(acc + p), p the exact sum of 16 products of codes and scales, in k order; where
+// there are no FP4 tensor cores, BF16 ones give p: codes times scales are exact BF16 numbers.
 
+// The copies of one thread.
+typedef struct sala_fp4_feed {
+    int left, slot;             // stages that are still to be copied; where the next one goes
+    int pieces, rows;           // 16 bytes of a stage's weights and rows of x, from the first on
+    bool scales;                // the thread has scales of x to copy
+    int64_t stride_w, stride_s; // bytes to the next stage
+    const unsigned char *w, *x, *s; // the first 16 bytes of each, s: of the scales of x
+} sala_fp4_feed;
+
+SALA_DEVICE sala_fp4_feed sala_fp4_begin(const sala_product_args *a, const sala_prefill_tile *at,
+                                         int wide) {
+    sala_fp4_feed feed;
+    int pair = a->kind == SALA_PRODUCT_SWIGLU, thread = (int)threadIdx.x;
+    int k = a->gemm.w[0].k, tiles = ((a->gemm.w[at->weight].n << pair) + 63) >> 6;
+    int room = a->gemm.qx.rows, token = at->token + (SALA_PREFILL_THREADS - 1 - thread) * 4;
+    feed.left = k >> 6;
+    feed.slot = 0;
+    feed.pieces = (tiles - (at->row >> 6)) * (SALA_BLOCK4 / 16) - thread;
+    feed.rows = a->gemm.rows - at->token - (thread >> 1);
+    feed.scales = token < room && token < at->token + wide * 16;
+    feed.stride_w = (int64_t)tiles * SALA_BLOCK4;
+    feed.stride_s = (int64_t)room * 4;
+    feed.w = (const unsigned char *)a->gemm.w[at->weight].data +
+             (int64_t)(at->row >> 6) * SALA_BLOCK4 + thread * 16;
+    feed.x = a->gemm.qx.codes + (int64_t)(at->token + (thread >> 1)) * (k >> 1) + (thread & 1) * 16;
+    feed.s = a->gemm.qx.scales + (int64_t)token * 4;
+    return feed;
+}
+
+SALA_DEVICE int sala_fp4_turn(int tall, int wide, int slot) {
+    slot += SALA_FP4_STAGE(tall, wide);
+    return slot == SALA_FP4_STAGES * SALA_FP4_STAGE(tall, wide) ? 0 : slot;
+}
+
+// Copy a stage and turn to the next one. Of x all first halves come before all second halves, in which
+// fours of rows change places: so the copies of a quarter of a warp meet all 32 banks, as ldmatrix
+// does. The last threads copy scales, as they have fewer weights.
+SALA_DEVICE void sala_fp4_copy(const sala_product_args *a, int tall, int wide,
+                               sala_fp4_feed *feed) {
+    int thread = (int)threadIdx.x, row = thread >> 1, half = thread & 1;
+    unsigned char *to = sala_shared() + feed->slot, *to_x = to + tall * (SALA_BLOCK4 / 2);
+    int pieces = feed->left > 0 ? feed->pieces : 0, rows = feed->left > 0 ? feed->rows : 0;
+#pragma unroll
+    for (int i = 0; i < tall * (SALA_BLOCK4 / 32); i += SALA_PREFILL_THREADS)
+        if (i + thread < tall * (SALA_BLOCK4 / 32) && i < pieces)
+            sala_copy16(to + (i + thread) * 16, feed->w + i * 16);
+#pragma unroll
+    for (int i = 0; i < wide * 16; i += SALA_PREFILL_THREADS / 2)
+        if (i + row < wide * 16 && i < rows)
+            sala_copy16(to_x + half * wide * 256 + ((i + row) ^ half * 4) * 16,
+                        feed->x + (int64_t)i * (a->gemm.w[0].k >> 1));
+    if (feed->scales && feed->left > 0)
+        sala_copy16(to_x + wide * 512 + (SALA_PREFILL_THREADS - 1 - thread) * 16, feed->s);
+    sala_copy_commit();
+    feed->left--;
+    feed->w += feed->stride_w;
+    feed->x += 32;
+    feed->s += feed->stride_s;
+    feed->slot = sala_fp4_turn(tall, wide, feed->slot);
+}
+
+// What a warp multiplies: its sums, and where in a stage the lane's first words lie: codes and scales of
+// its tiles of 16 weight rows (of row g, then of row g + 8), and of 8 rows of x.
+typedef struct sala_fp4_warp {
+    const unsigned char *w[4], *w_scales[4], *x, *x_scales;
+    float sum[4][8][4];
+} sala_fp4_warp;
+
+SALA_DEVICE void sala_fp4_stage(int tall, int wide, int slot, sala_fp4_warp *m) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
+    const unsigned char *w = sala_shared() + slot;
+    m->x = w + tall * (SALA_BLOCK4 / 2);
+    m->x_scales = m->x + wide * 512 + ((warp >> 1) * wide * 8 + (lane >> 2)) * 4;
+#pragma unroll
+    for (int i = 0; i < tall; i++) {
+        int tile = (warp & 1) * tall + i;
+        m->w[i] = w + (tile >> 2) * SALA_BLOCK4 + (tile & 3) * 512 + lane * 16;
+        m->w_scales[i] =
+            w + (tile >> 2) * SALA_BLOCK4 + sala_scale_word((tile & 3) * 16 + (lane >> 2));
+    }
+}
+
+#if SALA_FP4
+
+SALA_DEVICE void sala_fp4_multiply(int tall, int wide, sala_fp4_warp *m) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, half = lane >> 3 & 1;
+    int first = (warp >> 1) * wide * 8 + (lane >> 4) * 8 + (lane & 7);
+    uint32_t x[4][4], x_scales[8];
+#pragma unroll
+    for (int j = 0; j < wide; j++) x_scales[j] = *(const uint32_t *)(m->x_scales + j * 32);
+#pragma unroll
+    for (int j = 0; j < wide / 2; j++) // two tiles, both halves
+        sala_ldmatrix4(x[j], m->x + half * wide * 256 + ((first + j * 16) ^ half * 4) * 16);
+#pragma unroll
+    for (int i = 0; i < tall; i++) {
+        uint4 v = *(const uint4 *)m->w[i];
+        const uint32_t a[4] = {v.x, v.y, v.z, v.w};
+        uint32_t scale = *(const uint32_t *)(m->w_scales[i] + (lane & 1) * 4);
+#pragma unroll
+        for (int j = 0; j < wide; j++)
+            sala_fp4_mma(m->sum[i][j], a, x[j >> 1] + (j & 1) * 2, scale, x_scales[j]);
+    }
+}
+
+#else
+
+// Lanes c < 2 of a quad have a word of one group of 16 k, the others of the next one, but an MMA wants
+// four codes of a group in every lane. So they change halves of their words, in spread order: of the two
+// groups each lane gets a word with codes in the first two places. Those of the last two come there
+// from 6, and from 8, 13 and 18 to the right (see sala_gemm_widen).
+SALA_DEVICE void sala_fp4_mix(uint32_t word, uint32_t both[2]) {
+    const uint32_t mask = 0x81C081C0u;
+    bool first = (threadIdx.x & 2) == 0;
+    if (sala_code_order(SALA_NVFP4, SALA_MAJOR) == SALA_NATIVE)
+        word = sala_nibbles_in(SALA_SPREAD, word);
+    uint64_t last = (uint64_t)(word & 0x6C006C00u) * 0x42100u;
+    uint32_t turned = __byte_perm((uint32_t)last, (uint32_t)(last >> 32), 0x3254) & mask;
+    uint32_t back = (word << 6 & mask) | turned >> 3;
+    uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, first ? back : word, 2);
+    both[0] = first ? word : other;
+    both[1] = first ? other : back;
+}
+
+// 2^118 times a scale, twice: 2^-120 as it lies in a BF16, subnormals included, and on to 2^7 and 2^118.
+// NaN stays NaN.
+SALA_DEVICE uint32_t sala_fp4_scale(const unsigned char *scale) {
+    uint32_t wide = sala_fma2(sala_fma2(*scale * 0x00100010u, 0x7F007F00u, 0x80008000u),
+                              0x77007700u, 0x80008000u);
+    return *scale == 0x7F ? 0x7FFF7FFFu : wide;
+}
+
+// The two codes of the first or second place times their scale and 2^-8: an E2M1 code in the bits of a
+// BF16 is 2^-126 times its value, and the product has six bits.
+SALA_DEVICE uint32_t sala_fp4_widen(uint32_t word, int place, uint32_t scale) {
+    return sala_fma2(word << 3 * place & 0x81C081C0u, scale, 0x80008000u);
+}
+
+// One group: an MMA from zero gives its exact sums, times 2^-16.
+SALA_DEVICE void sala_fp4_group(int tall, int wide, int group, const uint32_t w[4][2][2],
+                                const uint32_t x[8][2], sala_fp4_warp *m) {
+    uint32_t b[8][2];
+#pragma unroll
+    for (int j = 0; j < wide; j++) {
+        uint32_t scale = sala_fp4_scale(m->x_scales + j * 32 + group);
+        for (int i = 0; i < 2; i++) b[j][i] = sala_fp4_widen(x[j][0], i, scale);
+    }
+#pragma unroll
+    for (int i = 0; i < tall; i++) {
+        uint32_t a[4], scale[2] = {sala_fp4_scale(m->w_scales[i] + group),
+                                   sala_fp4_scale(m->w_scales[i] + 4 + group)};
+        for (int e = 0; e < 4; e++) a[e] = sala_fp4_widen(w[i][e & 1][0], e / 2, scale[e & 1]);
+#pragma unroll
+        for (int j = 0; j < wide; j++) {
+            float part[4] = {0, 0, 0, 0};
+            sala_mma(part, a, b[j]);
+            for (int e = 0; e < 4; e++) m->sum[i][j][e] = fmaf(part[e], 65536.0f, m->sum[i][j][e]);
+        }
+    }
+}
+
+SALA_DEVICE void sala_fp4_multiply(int tall, int wide, sala_fp4_warp *m) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
+    int first = (warp >> 1) * wide * 8 + (lane >> 2);
+#pragma unroll 1
+    for (int half = 0; half < 2; half++) {
+        uint32_t w[4][2][2], x[8][2];
+        const unsigned char *from = m->x + half * wide * 256 + (first ^ half * 4) * 16;
+#pragma unroll
+        for (int i = 0; i < tall; i++) {
+            uint2 v = *(const uint2 *)(m->w[i] + half * 8);
+            sala_fp4_mix(v.x, w[i][0]);
+            sala_fp4_mix(v.y, w[i][1]);
+        }
+#pragma unroll
+        for (int j = 0; j < wide; j++)
+            sala_fp4_mix(*(const uint32_t *)(from + j * 128 + (lane & 3) * 4), x[j]);
+#pragma unroll 1
+        for (int group = 0; group < 2;
+             group++) { // the second group's come to the first one's place
+            sala_fp4_group(tall, wide, 2 * half + group, w, x, m);
+#pragma unroll
+            for (int i = 0; i < 2 * tall; i++) w[i / 2][i % 2][0] = w[i / 2][i % 2][1];
+#pragma unroll
+            for (int j = 0; j < wide; j++) x[j][0] = x[j][1];
+        }
+    }
+}
+
+#endif
+
+// Results times alpha and the scale of x, rounded, into shared memory of the warp's own; see
+// sala_prefill_store.
+SALA_DEVICE void sala_fp4_pass(const sala_product_args *a, const sala_prefill_tile *at, int tall,
+                               int wide, const sala_fp4_warp *m, unsigned char *own) {
+    int lane = (int)threadIdx.x & 31;
+    float factor = 0;
+#pragma unroll
+    for (int i = 0; i < 2 * tall * wide; i++) {
+        const float *d = &m->sum[i / wide / 2][i % wide][i / wide % 2 * 2];
+        int turned = ((lane >> 2) + i / wide * 2) & 7;
+        if (i % wide == 0) factor = sala_prefill_alpha(a, at, tall, i / wide) * a->gemm.qx.scale;
+        *(uint32_t *)(own + i * 128 + turned * 16 + (lane & 3) * 4) =
+            sala_pair(d[0] * factor, d[1] * factor);
+    }
+}
+
+// As sala_prefill_store; with gate and up, y may be wanted quantised.
+SALA_DEVICE void sala_fp4_store(const sala_product_args *a, const sala_prefill_tile *at, int tall,
+                                int wide, const sala_fp4_warp *m) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
+    int pair = a->kind == SALA_PRODUCT_SWIGLU, add = a->kind == SALA_PRODUCT_NORM;
+    int rounds = pair ? wide : tall * wide / 2, row = (lane >> 3) * 2 + (lane & 1);
+    int n = a->gemm.w[at->weight].n;
+    unsigned char *own = sala_shared() + warp * tall * wide * 256;
+    __syncthreads();
+    sala_fp4_pass(a, at, tall, wide, m, own);
+#pragma unroll 1
+    for (int i = 0; i < rounds; i++) {
+        __syncwarp();
+        int block = pair ? (lane & 6) & (2 * tall - 1) : i / wide * 4 + (lane >> 1 & 3);
+        const unsigned char *from = own + (block * wide + i % wide) * 128;
+        int64_t place = sala_prefill_place(a, at, tall, wide, i);
+        uint32_t r[4], up[4];
+        sala_ldmatrix4_trans(r, from + ((row + block * 2) & 7) * 16);
+        if (pair) sala_ldmatrix4_trans(up, from + wide * 128 + ((row + block * 2 + 2) & 7) * 16);
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (add && place >= 0) v = *(const uint4 *)(a->norm.x + place);
+        const uint32_t x[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float low = sala_low(r[e]), high = sala_high(r[e]);
+            if (pair)
+                r[e] = sala_pair(sala_swiglu(low, sala_low(up[e])),
+                                 sala_swiglu(high, sala_high(up[e])));
+            if (add)
+                r[e] = sala_pair(sala_round(low * a->norm.scale) + sala_low(x[e]),
+                                 sala_round(high * a->norm.scale) + sala_high(x[e]));
+        }
+        if (pair && a->norm.quant.codes) {
+            int token = place < 0 ? 0 : (int)(place / n);
+            sala_fp4_put(&a->norm.quant, r, place >= 0, token, (int)(place - (int64_t)token * n),
+                         n);
+        } else if (place >= 0) {
+            sala_act *to = add ? a->norm.x : a->gemm.y[at->weight];
+            *(uint4 *)(to + place) = make_uint4(r[0], r[1], r[2], r[3]);
+        }
+    }
+}
+
+SALA_DEVICE void sala_fp4_run(const sala_product_args *a, int tall, int wide) {
+    sala_prefill_tile at = sala_prefill_find(a, tall * 32, wide * 16);
+    sala_fp4_feed feed = sala_fp4_begin(a, &at, wide);
+    sala_fp4_warp m = {};
+    int slot = 0;
+#pragma unroll 1
+    for (int i = 1; i < SALA_FP4_STAGES; i++) sala_fp4_copy(a, tall, wide, &feed);
+#pragma unroll 1
+    for (int left = a->gemm.w[0].k >> 6; left > 0; left--) {
+        SALA_COPY_WAIT(SALA_FP4_STAGES - 2);
+        __syncthreads(); // the stage is there, and all are done with the one before
+        sala_fp4_copy(a, tall, wide, &feed);
+        sala_fp4_stage(tall, wide, slot, &m);
+        sala_fp4_multiply(tall, wide, &m);
+        slot = sala_fp4_turn(tall, wide, slot);
+    }
+    sala_fp4_store(a, &at, tall, wide, &m);
+}
+
+// y = x w^T in W4A4, with SwiGLU (y or y quantised, norm.quant), or onto the residual stream. Grid: one
+// block a tile. Reads, mostly from L2, 0.5625 bytes of a weight once for every tile of rows of x, and
+// of x once for every tile of weight rows. Twins: sala__op_gemm and those that call it, with qx.
 extern "C" __global__ void __launch_bounds__(SALA_PREFILL_THREADS, 2)
     sala_prefill_fp4(const __grid_constant__ sala_product_args a) {
     sala_launch_next();
     sala_wait_grid();
-    (void)a; // TODO part D
+#define SALA_FP4_CASE(number, tall, wide, clocks)                                                  \
+    if (a.shape == number) sala_fp4_run(&a, tall, wide);
+    SALA_PREFILL_SHAPES(SALA_FP4_CASE)
+#undef SALA_FP4_CASE
+}
+
+// The norm with a quantised result, and y as well where there is one; no branch. Its sums are those of
+// sala_norm. Grid: one block a row. Reads x and writes 0.5625 bytes an element. Twin: sala__op_norm_row.
+extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 8)
+    sala_norm_quant(const __grid_constant__ sala_norm_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    float *warps = (float *)sala_shared(), sum = 0;
+    int row = (int)blockIdx.x, width = a.width, thread = (int)threadIdx.x;
+    const sala_act *x = a.x + (int64_t)row * width, *weight = (const sala_act *)a.weight.data;
+#pragma unroll 4
+    for (int c = thread * 4; c < width; c += SALA_GEMM_THREADS * 4) {
+        uint2 v = *(const uint2 *)(x + c);
+        sum = fmaf(sala_low(v.x), sala_low(v.x), sum);
+        sum = fmaf(sala_high(v.x), sala_high(v.x), sum);
+        sum = fmaf(sala_low(v.y), sala_low(v.y), sum);
+        sum = fmaf(sala_high(v.y), sala_high(v.y), sum);
+    }
+    float inverse = 1.0f / sqrtf(sala_block_sum(sum, warps) / (float)width + a.eps);
+#pragma unroll 1
+    for (int from = 0; from < width; from += SALA_GEMM_THREADS * 8) {
+        int c = from + thread * 8;
+        bool exists = c < width;
+        uint4 v = make_uint4(0, 0, 0, 0), by = v;
+        if (exists) v = *(const uint4 *)(x + c), by = *(const uint4 *)(weight + c);
+        uint32_t y[4] = {v.x, v.y, v.z, v.w};
+        const uint32_t w[4] = {by.x, by.y, by.z, by.w};
+        for (int i = 0; i < 4; i++) {
+            y[i] = sala_pair(sala_round(sala_low(y[i]) * inverse) * sala_low(w[i]),
+                             sala_round(sala_high(y[i]) * inverse) * sala_high(w[i]));
+            if (a.divisor != 1)
+                y[i] = sala_pair(sala_low(y[i]) / a.divisor, sala_high(y[i]) / a.divisor);
+        }
+        if (exists && a.y)
+            *(uint4 *)(a.y + (int64_t)row * width + c) = make_uint4(y[0], y[1], y[2], y[3]);
+        sala_fp4_put(&a.quant, y, exists, row, c, width);
+    }
 }
 #endif

@@ -332,8 +332,8 @@ typedef struct sala_info {
     const char *path;       // as opened
     char weight_format[64]; // linear layers and, if another, the head: "NVFP4, BF16 head"
     char weight_kinds[160]; // "attention NVFP4, MLP NVFP4, head BF16, embedding BF16, norms BF16"
-    char prefill[24];       // of the linear layers: "BF16"; of 4-bit weights "W4A16" (activations in
-                            // BF16, as in decoding) or "W4A4"; "W4A4, emulated"
+    char prefill[24]; // of the linear layers: "BF16"; of 4-bit weights "W4A16" (activations in
+                      // BF16, as in decoding) or "W4A4"; "W4A4, emulated"
     const char *chat_template; // "chatml" or "none"
     int vocab, hidden, layers, sparse_layers, lightning_layers, heads, kv_heads, head_dim;
     int lightning_heads, lightning_kv_heads, lightning_head_dim, intermediate;
@@ -5620,9 +5620,126 @@ static void sala__gemm_item(void *context, int64_t item, int thread) {
     sala__gemm_finish(a, &p);
 }
 
+// ---- products of NVFP4 on both sides ----
+// The definition (nvfp4.md 7): acc = fl(acc + p) for every group of 16 k in order, from 0, where p is
+// the exact sum of the group's 16 products of codes and scales: 20 bits at most, so FP32 has it in
+// whatever order it is summed. y = acc * (alpha[n] * scale of x). A lane is a weight row here.
+
+enum { SALA__QUANT_COLS = 32, SALA__QUANT_TILE = 4 }; // weight rows of an item, rows of x at once
+
+typedef struct sala__quant_job {
+    sala__cpu *cpu;
+    const sala_gemm_args *a;
+    int64_t panels; // of SALA__QUANT_COLS rows of all weights together
+} sala__quant_job;
+
+// sums[r] += the groups of `depth` k; x: [SALA__QUANT_TILE, depth], w: [depth, SALA__QUANT_COLS].
+static void sala__quant_tile(const float *x, const float *w, int depth, float *sums) {
+    sala__v16 acc[SALA__QUANT_TILE][2], p[SALA__QUANT_TILE][2];
+    memcpy(acc, sums, sizeof acc);
+    for (int from = 0; from < depth; from += 16) {
+        memset(p, 0, sizeof p);
+        for (int k = from; k < from + 16; k++) {
+            sala__v16 w0 = sala__load16(w + k * SALA__QUANT_COLS);
+            sala__v16 w1 = sala__load16(w + k * SALA__QUANT_COLS + 16);
+            SALA__UNROLL
+            for (int r = 0; r < SALA__QUANT_TILE; r++) {
+                sala__v16 v = sala__set16(x[r * depth + k]);
+                p[r][0] = sala__fma16(v, w0, p[r][0]);
+                p[r][1] = sala__fma16(v, w1, p[r][1]);
+            }
+        }
+        for (int r = 0; r < SALA__QUANT_TILE; r++)
+            acc[r][0] = acc[r][0] + p[r][0], acc[r][1] = acc[r][1] + p[r][1];
+    }
+    memcpy(sums, acc, sizeof acc);
+}
+
+// Rows of x and of w, columns from .. from + depth - 1, widened; w turned so that its rows are lanes.
+// What lies beyond the last row of either is zero.
+static void sala__quant_widen(const sala_gemm_args *a, const sala_weight *w, int row, int rows,
+                              int col, int from, int depth, float *x, float *turned) {
+    for (int r = 0; r < rows; r++) {
+        sala__row4 walk;
+        walk.codes = a->qx.codes + (size_t)(row + r) * (size_t)w->k / 2;
+        for (int k = from; k < from + depth; k += 16) {
+            walk.scale = sala_e4m3_f32(a->qx.scales[sala_quant_place(&a->qx, row + r, k)]);
+            for (int i = 0; i < 16; i += SALA__VEC)
+                sala__store_vec(x + r * depth + (k - from) + i,
+                                sala__row4_load(&walk, SALA_NVFP4, k, i));
+        }
+    }
+    for (int n = 0; n < SALA__QUANT_COLS; n++)
+        for (int k = 0; k < depth; k += 16) {
+            float wide[16] = {0};
+            if (col + n < w->n) sala__load_weight4(w, col + n, from + k, wide);
+            for (int i = 0; i < 16; i++) turned[(k + i) * SALA__QUANT_COLS + n] = wide[i];
+        }
+}
+
+static void sala__quant_item(void *context, int64_t item, int thread) {
+    const sala__quant_job *job = (const sala__quant_job *)context;
+    const sala_gemm_args *a = job->a;
+    int64_t panel = item % job->panels;
+    int which = 0, row = (int)(item / job->panels) * SALA__GEMM_ROWS;
+    int rows = a->rows - row < SALA__GEMM_ROWS ? a->rows - row : SALA__GEMM_ROWS;
+    for (; panel >= sala__gemm_panels(&a->w[which], SALA__QUANT_COLS); which++)
+        panel -= sala__gemm_panels(&a->w[which], SALA__QUANT_COLS);
+    const sala_weight *w = &a->w[which];
+    int col = (int)panel * SALA__QUANT_COLS;
+    float *x = (float *)sala__cpu_scratch(job->cpu, thread);
+    float *turned = x + SALA__GEMM_ROWS * SALA_GEMM_K;
+    float *sums = turned + SALA_GEMM_K * SALA__QUANT_COLS;
+    memset(sums, 0, sizeof(float) * SALA__GEMM_ROWS * SALA__QUANT_COLS);
+    for (int from = 0; from < w->k; from += SALA_GEMM_K) {
+        int depth = w->k - from < SALA_GEMM_K ? w->k - from : SALA_GEMM_K;
+        sala__quant_widen(a, w, row, rows, col, from, depth, x, turned);
+        for (int r = 0; r < rows; r += SALA__QUANT_TILE) // its last rows may be of an earlier pass
+            sala__quant_tile(x + r * depth, turned, depth, sums + r * SALA__QUANT_COLS);
+    }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < SALA__QUANT_COLS && col + c < w->n; c++) {
+            float factor = (w->alpha ? w->alpha[col + c] : 1) * a->qx.scale;
+            float y = sums[r * SALA__QUANT_COLS + c] * factor;
+            size_t to = (size_t)(row + r) * (size_t)w->n + (size_t)(col + c);
+            a->y[which][to] = sala_store(y);
+        }
+}
+
+static void sala__gemm_quantized(sala__cpu *cpu, const sala_gemm_args *a) {
+    sala__quant_job job = {cpu, a, 0};
+    for (int i = 0; i < a->count; i++) job.panels += sala__gemm_panels(&a->w[i], SALA__QUANT_COLS);
+    int64_t blocks = (a->rows + SALA__GEMM_ROWS - 1) / SALA__GEMM_ROWS;
+    sala__parallel(cpu, job.panels * blocks, sala__quant_item, &job);
+}
+
+// One group of 16 of a row from column k on.
+static void sala__quantize16(const sala_quant *q, const sala_act *x, int64_t row, int k,
+                             int width) {
+    uint16_t bits[16];
+    uint32_t most = 0;
+    for (int i = 0; i < 16; i++) {
+        bits[i] = sala_f32_bf16(sala_load(x[i]));
+        if ((bits[i] & 0x7FFFu) > most) most = bits[i] & 0x7FFFu;
+    }
+    uint8_t scale = sala_quant_scale(most, q->scale);
+    float factor = sala_quant_factor(scale, q->scale);
+    uint8_t *codes = q->codes + ((size_t)row * (size_t)width + (size_t)k) / 2;
+    q->scales[sala_quant_place(q, (int32_t)row, k)] = scale;
+    for (int i = 0; i < 8; i++) {
+        uint8_t low = sala_f32_e2m1(sala_bf16_f32(bits[2 * i]) * factor);
+        uint8_t high = sala_f32_e2m1(sala_bf16_f32(bits[2 * i + 1]) * factor);
+        codes[i] = (uint8_t)(factor == 0 ? 0 : low | high << 4);
+    }
+}
+
 static void sala__op_gemm(sala__cpu *cpu, const sala_gemm_args *a) {
     sala__gemm_job job;
     if (a->rows < 1) return;
+    if (a->qx.codes) {
+        sala__gemm_quantized(cpu, a);
+        return;
+    }
     int64_t floats = (int64_t)a->rows * a->w[0].k;
     job.cpu = cpu;
     job.a = a;
@@ -5706,7 +5823,7 @@ static inline sala__v16 sala__round16(sala__v16 v) { // to the activation type a
 static void sala__op_norm_row(void *context, int64_t r, int thread) {
     const sala_norm_args *a = (const sala_norm_args *)context;
     (void)thread;
-    sala_act *x = a->x + r * a->width, *y = a->y + r * a->width;
+    sala_act *x = a->x + r * a->width, *y = a->y ? a->y + r * a->width : NULL, rounded[16];
     if (a->branch) {
         const sala_act *b = a->branch + r * a->width;
         sala__v16 scale = sala__set16(a->scale);
@@ -5719,7 +5836,8 @@ static void sala__op_norm_row(void *context, int64_t r, int thread) {
     for (int i = 0; i < a->width; i += 16) {
         sala__v16 v = sala__normed16(x, inverse, &a->weight, i);
         if (a->divisor != 1) v = sala__round16(v) / sala__set16(a->divisor);
-        sala__store_act16(y + i, v);
+        sala__store_act16(y ? y + i : rounded, v);
+        if (a->quant.codes) sala__quantize16(&a->quant, y ? y + i : rounded, r, i, a->width);
     }
 }
 
@@ -6555,6 +6673,7 @@ static void sala__swiglu_row(void *context, int64_t r, int thread) { // y = silu
         sala__v16 g = sala__load_act16(y + i);
         g = sala__round16(g * sala__sigmoid16(g));
         sala__store_act16(y + i, g * sala__load_act16(up + i));
+        if (a->quant.codes) sala__quantize16(&a->quant, y + i, r, i, width);
     }
 }
 
@@ -6568,12 +6687,20 @@ static void sala__op_gemm_swiglu(sala__cpu *cpu, const sala_gemm_swiglu_args *a)
     gemm.w[1] = a->up;
     gemm.y[0] = a->y;
     gemm.y[1] = a->scratch;
+    gemm.qx = a->qx;
     sala__op_gemm(cpu, &gemm);
     sala__parallel(cpu, a->rows, sala__swiglu_row, (void *)(uintptr_t)a);
 }
 
+static void sala__quantize_row(void *context, int64_t r, int thread) {
+    const sala_quantize_args *a = (const sala_quantize_args *)context;
+    (void)thread;
+    for (int k = 0; k < a->width; k += 16)
+        sala__quantize16(&a->quant, a->x + r * a->width + k, r, k, a->width);
+}
+
 static void sala__op_quantize(sala__cpu *cpu, const sala_quantize_args *a) {
-    (void)cpu, (void)a; // TODO part D
+    sala__parallel(cpu, a->rows, sala__quantize_row, (void *)(uintptr_t)a);
 }
 
 static void sala__op_gemm_norm(sala__cpu *cpu, const sala_gemm_norm_args *a) {
@@ -6584,6 +6711,7 @@ static void sala__op_gemm_norm(sala__cpu *cpu, const sala_gemm_norm_args *a) {
     gemm.x = a->input;
     gemm.w[0] = a->w;
     gemm.y[0] = (sala_act *)(uintptr_t)a->norm.branch;
+    gemm.qx = a->qx;
     sala__op_gemm(cpu, &gemm);
     sala__op_norm(cpu, &a->norm);
 }
@@ -7569,6 +7697,7 @@ typedef struct sala__gpu {
     int prefill;    // the pass is a chunk of a prompt: operations take that form
     void *unpacked; // scratch for 4-bit weights of a prefill's product, see sala__unpack_weights
     size_t unpacked_bytes;
+    int fp4;        // tests: 1 compiles for FP4 tensor cores, 2 without; 0: as the device has them
     int shape;      // tests: 1 + the shape of tiles that prefill's products take, 0: the fastest
     unsigned units; // of kernels that are loaded, a bit each; 0: all (tests load what they need)
     int variant;    // kind of a product, for the next line
@@ -7648,7 +7777,16 @@ static void sala__launch_commit(sala__gpu *g, const sala_commit_args *a) {
 
 // ---- launches: matrix products and norms ----
 
+static void sala__launch_quantize(sala__gpu *g, const sala_quantize_args *a) {
+    unsigned shares = (unsigned)(a->width + 2047) / 2048; // eight columns a thread
+    sala__launch(g, SALA__KERNEL_quantize, (unsigned)a->rows, shares, 1, 0, a);
+}
+
 static void sala__launch_norm(sala__gpu *g, const sala_norm_args *a) {
+    if (a->quant.codes) { // of prefill, whose branches are in x
+        sala__launch(g, SALA__KERNEL_norm_quant, (unsigned)a->rows, 1, 1, 4 * 4, a);
+        return;
+    }
     sala__launch(g, SALA__KERNEL_norm, (unsigned)a->rows, 1, 1, SALA_GEMM_SHARED, a);
 }
 
@@ -7710,13 +7848,17 @@ static void sala__unpack_weights(sala__gpu *g, sala_product_args *a) {
 // The shape of tiles that takes the least time; the results do not depend on it.
 static void sala__launch_prefill_product(sala__gpu *g, sala_product_args *a) {
     int best = 0;
-    sala__unpack_weights(g, a);
+    if (!a->gemm.qx.codes) sala__unpack_weights(g, a);
     for (int shape = 1; shape < SALA__PREFILL_SHAPE_COUNT; shape++)
         if (sala__prefill_cut(g, a, shape) < sala__prefill_cut(g, a, best)) best = shape;
     if (g->shape) best = g->shape - 1;
     sala__prefill_cut(g, a, best);
     g->variant = a->kind;
-    sala__launch(g, SALA__KERNEL_prefill_gemm, (unsigned)a->items, 1, 1, SALA_PREFILL_SHARED, a);
+    if (a->gemm.qx.codes)
+        sala__launch(g, SALA__KERNEL_prefill_fp4, (unsigned)a->items, 1, 1, SALA_FP4_SHARED, a);
+    else
+        sala__launch(g, SALA__KERNEL_prefill_gemm, (unsigned)a->items, 1, 1, SALA_PREFILL_SHARED,
+                     a);
     g->variant = 0;
     if (a->kind != SALA_PRODUCT_NORM) return;
     a->norm.branch = NULL; // it is in x
@@ -7782,7 +7924,12 @@ static void sala__launch_gemm_swiglu(sala__gpu *g, const sala_gemm_swiglu_args *
     p.gemm.x = a->x;
     p.gemm.w[0] = a->gate;
     p.gemm.y[0] = a->y;
+    p.gemm.qx = a->qx;
+    p.norm.quant = a->quant;
     sala__launch_product(g, &p);
+    sala_quantize_args quantize = {a->rows, a->gate.n, a->y, a->quant};
+    if (a->quant.codes && !a->qx.codes)
+        sala__launch_quantize(g, &quantize); // that was the BF16 kernel
 }
 
 static void sala__launch_gemm_norm(sala__gpu *g, const sala_gemm_norm_args *a) {
@@ -7793,6 +7940,7 @@ static void sala__launch_gemm_norm(sala__gpu *g, const sala_gemm_norm_args *a) {
     p.gemm.count = 1;
     p.gemm.x = a->input;
     p.gemm.w[0] = a->w;
+    p.gemm.qx = a->qx;
     p.norm = a->norm;
     p.partial = a->partial;
     p.arrivals = a->arrivals;
@@ -7946,7 +8094,7 @@ static void sala__run_gpu(sala__gpu *g, int operation, const void *args) {
         sala__launch_store_prefill(g, (const sala_store_args *)args);
         break;
     case SALA__OP_gate: sala__launch_gate(g, (const sala_gate_args *)args); break;
-    case SALA__OP_quantize: break; // TODO part D
+    case SALA__OP_quantize: sala__launch_quantize(g, (const sala_quantize_args *)args); break;
     case SALA__OP_select:
         if (g->prefill)
             sala__launch_select_prefill(g, (const sala_select_args *)args);
@@ -8016,7 +8164,7 @@ static void sala__gpu_dims_option(const sala_dims *m, char out[1024]) {
 
 static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) { // inside enter
     char dims_option[1024];
-    const char *options[] = {dims_option, "-DSALA_TRACE"};
+    const char *options[3] = {dims_option};
     const int trace = getenv("SALA_TRACE") != NULL; // see tools/bench_gpu.c
     if (!g->units) g->units = 7;                    // without 4-bit weights
     g->dims = dims;
@@ -8024,7 +8172,10 @@ static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) 
     g->early = 1;
     sala__gpu_dims_option(dims, dims_option);
     double start = sala__now();
-    int code = sala__cuda_compile(&g->cuda, options, 1 + trace, g->units, err);
+    int count = 1;
+    if (trace) options[count++] = "-DSALA_TRACE";
+    if (g->fp4) options[count++] = g->fp4 == 1 ? "-DSALA_FP4=1" : "-DSALA_FP4=0";
+    int code = sala__cuda_compile(&g->cuda, options, count, g->units, err);
     if (code == 0 && sala__now() - start > 1)
         sala__log(&g->cuda.env, SALA_LOG_INFO, "kernels compiled for %s in %.1f s",
                   g->cuda.architecture, sala__now() - start);
@@ -8406,6 +8557,7 @@ struct sala {
     sala_act *q, *gate, *o;          // [rows, heads * dim]
     sala_act *k, *v;                 // [rows, kv_heads * dim]
     sala_act *ffn_gate, *ffn_up;     // [rows, ffn]
+    sala_quant quant, quant_ffn;     // [rows, hidden or heads * dim], [rows, ffn]
     float *cos_sin, *sparse_cos_sin; // [rows, lin_dim], [rows, head_dim]
     int32_t *blocks, *block_count;   // [rows, kv_heads, top_k], [rows, kv_heads]
     float *normaliser, *score, *part_o, *part_max_sum, *partial; // of kernels only, see kernels.h
@@ -8474,7 +8626,7 @@ typedef struct sala__buffer {
     const char *what;
 } sala__buffer;
 
-#define SALA__BUFFERS 55
+#define SALA__BUFFERS 60
 
 static int sala__buffer_used(const sala *s, const sala__buffer *b) {
     return b->count && b->place != (s->on_gpu ? SALA__CPU : SALA__GPU);
@@ -8504,6 +8656,9 @@ static int sala__buffers(sala *s, sala__buffer *b) {
         (size_t)sala__max(sala_gemm_splits(m->hidden, m->ffn),
                           sala__max(sala_gemm_splits(m->hidden, m->heads * m->head_dim),
                                     sala_gemm_splits(m->hidden, m->lin_heads * m->lin_dim)));
+    size_t quant = s->w4a4 ? rows : 0, most = wide > hidden ? wide : hidden;
+    size_t words = s->w4a4 ? (rows + 3) / 4 * 16 : 0; // bytes of the scales of 64 k
+    s->quant.rows = s->quant_ffn.rows = (int32_t)(words / 4);
     const sala__buffer table[] = {
         {(void **)&s->slopes, (size_t)m->lin_heads, 4, SALA__DEVICE, "slopes"},
         {(void **)&s->decay, (size_t)m->lin_heads, 4, SALA__DEVICE, "slopes"},
@@ -8529,6 +8684,10 @@ static int sala__buffers(sala *s, sala__buffer *b) {
         {(void **)&s->v, rows * narrow, act, SALA__DEVICE, "activations"},
         {(void **)&s->ffn_gate, rows * ffn, act, SALA__DEVICE, "activations"},
         {(void **)&s->ffn_up, rows * ffn, act, SALA__CPU, "activations"},
+        {(void **)&s->quant.codes, quant * most / 2, 1, SALA__DEVICE, "activations"},
+        {(void **)&s->quant.scales, words * ((most + 63) / 64), 1, SALA__DEVICE, "activations"},
+        {(void **)&s->quant_ffn.codes, quant * ffn / 2, 1, SALA__DEVICE, "activations"},
+        {(void **)&s->quant_ffn.scales, words * ((ffn + 63) / 64), 1, SALA__DEVICE, "activations"},
         {(void **)&s->cos_sin, rows * (size_t)m->lin_dim, 4, SALA__DEVICE, "rotary tables"},
         {(void **)&s->sparse_cos_sin, rows * (size_t)m->head_dim, 4, SALA__DEVICE, "rotary tables"},
         {(void **)&s->choices, slots, sizeof(sala__choice), SALA__HOST, "choices"},
@@ -9514,22 +9673,37 @@ static int sala__send_step(sala *s) { // the step block's way to the device
                              &g->error);
 }
 
-// The four (or three) projections of a mixer that read the normed input y.
-static void sala__project(sala *s, int rows, const sala__layer *w, sala_act *k, sala_act *v) {
-    sala_gemm_args a;
-    memset(&a, 0, sizeof a);
-    a.rows = rows;
-    a.count = w->gate.data ? 4 : 3;
-    a.x = s->y;
-    a.w[0] = w->q;
-    a.w[1] = w->k;
-    a.w[2] = w->v;
-    a.w[3] = w->gate;
-    a.y[0] = s->q;
-    a.y[1] = k;
-    a.y[2] = v;
-    a.y[3] = s->gate;
-    sala__op(s, SALA__OP_gemm, &a);
+// Does this weight multiply x in NVFP4 in this pass? Verify never does, so that what it computes does not
+// depend on how many rows it has.
+static int sala__takes_quant(const sala *s, const sala__pass *p, const sala_weight *w) {
+    return s->w4a4 && !p->rows.verify && w->format == SALA_NVFP4 && w->input_scale > 0;
+}
+
+// x of this weight in units of its input_scale, which weights that read the same x share.
+static sala_quant sala__quant_for(const sala_quant *space, const sala_weight *w) {
+    sala_quant q = *space;
+    q.scale = w->input_scale;
+    return q;
+}
+
+// The four (or three) projections of a mixer that read the normed input: y, or y quantised.
+static void sala__project(sala *s, const sala__pass *p, const sala__layer *w, sala_act *k,
+                          sala_act *v) {
+    const sala_weight *all[SALA_GEMM_MAX] = {&w->q, &w->k, &w->v, &w->gate};
+    sala_act *const y[SALA_GEMM_MAX] = {s->q, k, v, s->gate};
+    for (int quant = 0; quant < 2; quant++) {
+        sala_gemm_args a;
+        memset(&a, 0, sizeof a);
+        a.rows = p->bucket;
+        a.x = s->y;
+        for (int i = 0; i < SALA_GEMM_MAX; i++) {
+            if (!all[i]->data || sala__takes_quant(s, p, all[i]) != quant) continue;
+            if (quant) a.qx = sala__quant_for(&s->quant, all[i]);
+            a.y[a.count] = y[i];
+            a.w[a.count++] = *all[i];
+        }
+        if (a.count) sala__op(s, SALA__OP_gemm, &a);
+    }
 }
 
 // The norm of x into y. Not an initialiser: padding that is left open looks like half of an address.
@@ -9545,16 +9719,41 @@ static void sala__norm_args(sala *s, int rows, const sala_weight *weight, float 
     a->divisor = divisor;
 }
 
-// x += residual_scale * (input w^T); y = the norm that the next reader of x wants.
-static void sala__to_residual(sala *s, int rows, const sala_act *input, const sala_weight *w,
-                              const sala_weight *norm, float divisor) {
-    const sala_dims *m = &s->config.dims;
+// y of a norm in the form that its readers want: as it is, quantised or both. A layer's mixer reads it,
+// or (mlp) its MLP, of which a GPU has gate and up in one; without a layer it is the head.
+static void sala__norm_for(sala *s, const sala__pass *p, const sala__layer *reader, int mlp,
+                           sala_norm_args *a) {
+    const sala_weight *w[SALA_GEMM_MAX] = {NULL, NULL, NULL, NULL};
+    int plain = reader ? 0 : 1;
+    if (reader && mlp) w[0] = &reader->mlp_gate, w[1] = s->on_gpu ? NULL : &reader->mlp_up;
+    if (reader && !mlp)
+        w[0] = &reader->q, w[1] = &reader->k, w[2] = &reader->v, w[3] = &reader->gate;
+    for (int i = 0; i < SALA_GEMM_MAX; i++) {
+        if (!w[i] || !w[i]->data) continue;
+        if (sala__takes_quant(s, p, w[i]))
+            a->quant = sala__quant_for(&s->quant, w[i]);
+        else
+            plain = 1;
+    }
+    if (!plain) a->y = NULL;
+}
+
+// x += residual_scale * (input w^T); y = the norm that the next reader of x wants. The input may be
+// quantised already.
+static void sala__to_residual(sala *s, const sala__pass *p, const sala_act *input,
+                              const sala_quant *qx, const sala_weight *w,
+                              const sala_norm_args *norm) {
     sala_gemm_norm_args a;
     memset(&a, 0, sizeof a);
     a.input = input;
     a.w = *w;
-    sala__norm_args(s, rows, norm, divisor, &a.norm);
-    a.norm.scale = m->residual_scale;
+    if (sala__takes_quant(s, p, w)) {
+        a.qx = sala__quant_for(qx ? qx : &s->quant, w);
+        sala_quantize_args quantize = {p->bucket, w->k, input, a.qx};
+        if (!qx) sala__op(s, SALA__OP_quantize, &quantize);
+    }
+    a.norm = *norm;
+    a.norm.scale = s->config.dims.residual_scale;
     a.norm.branch = s->branch;
     a.partial = s->partial;
     a.arrivals = s->arrivals;
@@ -9568,7 +9767,7 @@ static void sala__sparse_layer(sala *s, sala__pass *p, const sala__layer *w, int
         nodes.k = s->k;
         nodes.v = s->v;
     }
-    sala__project(s, p->bucket, w, nodes.k, nodes.v);
+    sala__project(s, p, w, nodes.k, nodes.v);
     if (m->sparse_rope) { // not in the released model
         sala_qk_args qk;
         memset(&qk, 0, sizeof qk);
@@ -9637,7 +9836,7 @@ static void sala__lightning_layer(sala *s, sala__pass *p, const sala__layer *w, 
     sala_gla_args gla = sala__gla_args(s, p->on_device, p->rows.verify, index);
     gla.q_norm = w->q_norm;
     gla.k_norm = w->k_norm;
-    sala__project(s, p->bucket, w, s->k, (sala_act *)(uintptr_t)gla.v);
+    sala__project(s, p, w, s->k, (sala_act *)(uintptr_t)gla.v);
     sala__op(s, p->rows.verify ? SALA__OP_gla_verify : SALA__OP_gla_prefill, &gla);
     sala_gate_args gate;
     memset(&gate, 0, sizeof gate); // see sala__norm_args
@@ -9674,30 +9873,43 @@ static void sala__head(sala *s, const sala__pass *p, const sala_weight *weight) 
     }
 }
 
-// One layer for all rows: y, the normed input, is there; leaves y normed for whoever reads x next. Of
-// its kind it is the index-th layer.
-static void sala__run_layer(sala *s, sala__pass *p, int l, int index) {
-    const sala_dims *m = &s->config.dims;
+// gate, up and down of a layer, behind them the norm that the next layer or the head reads.
+static void sala__mlp(sala *s, const sala__pass *p, const sala__layer *w, int last) {
     const sala__weights *weights = s->on_gpu ? &s->gpu_weights : &s->weights;
-    const sala__layer *w = &weights->layers[l];
-    int last = l == m->layers - 1, rows = p->bucket;
-    if (w->sparse)
-        sala__sparse_layer(s, p, w, index);
-    else
-        sala__lightning_layer(s, p, w, index);
-    sala__to_residual(s, rows, w->sparse ? s->o : s->q, &w->o, &w->post_norm, 1);
     sala_gemm_swiglu_args mlp;
+    sala_norm_args norm;
     memset(&mlp, 0, sizeof mlp);
-    mlp.rows = rows;
+    mlp.rows = p->bucket;
     mlp.x = s->y;
     mlp.gate = w->mlp_gate;
     mlp.up = w->mlp_up;
     mlp.y = s->ffn_gate;
     mlp.scratch = s->ffn_up;
+    if (sala__takes_quant(s, p, &w->mlp_gate) && (s->on_gpu || sala__takes_quant(s, p, &w->mlp_up)))
+        mlp.qx = sala__quant_for(&s->quant, &w->mlp_gate);
+    if (sala__takes_quant(s, p, &w->mlp_down))
+        mlp.quant = sala__quant_for(&s->quant_ffn, &w->mlp_down);
     sala__op(s, SALA__OP_gemm_swiglu, &mlp);
-    sala__to_residual(s, rows, s->ffn_gate, &w->mlp_down,
-                      last ? &weights->final_norm : &w[1].input_norm,
-                      last && !p->hidden ? m->logit_divisor : 1);
+    sala__norm_args(s, p->bucket, last ? &weights->final_norm : &w[1].input_norm,
+                    last && !p->hidden ? s->config.dims.logit_divisor : 1, &norm);
+    sala__norm_for(s, p, last ? NULL : &w[1], 0, &norm);
+    sala__to_residual(s, p, s->ffn_gate, &s->quant_ffn, &w->mlp_down, &norm);
+}
+
+// One layer for all rows: y, the normed input, is there (or quantised); leaves y normed for whoever
+// reads x next. Of its kind it is the index-th layer.
+static void sala__run_layer(sala *s, sala__pass *p, int l, int index) {
+    const sala__weights *weights = s->on_gpu ? &s->gpu_weights : &s->weights;
+    const sala__layer *w = &weights->layers[l];
+    sala_norm_args norm;
+    if (w->sparse)
+        sala__sparse_layer(s, p, w, index);
+    else
+        sala__lightning_layer(s, p, w, index);
+    sala__norm_args(s, p->bucket, &w->post_norm, 1, &norm);
+    sala__norm_for(s, p, w, 1, &norm);
+    sala__to_residual(s, p, w->sparse ? s->o : s->q, NULL, &w->o, &norm);
+    sala__mlp(s, p, w, l == s->config.dims.layers - 1);
     sala__show_hidden(s, p, l + 1, s->x);
 }
 
@@ -9719,13 +9931,13 @@ static void sala__forward(sala *s, sala__pass *p) {
     }
     sala_norm_args norm;
     sala__norm_args(s, p->bucket, &weights->layers[0].input_norm, 1, &norm);
+    sala__norm_for(s, p, &weights->layers[0], 0, &norm);
     sala__op(s, SALA__OP_norm, &norm);
     for (int l = 0; l < m->layers; l++)
         sala__run_layer(s, p, l, of_kind[weights->layers[l].sparse]++);
     if (p->hidden) { // the final norm as it is, then once more with the division that the head wants
         sala__show_hidden(s, p, m->layers + 1, s->y);
-        norm.weight = weights->final_norm;
-        norm.divisor = m->logit_divisor;
+        sala__norm_args(s, p->bucket, &weights->final_norm, m->logit_divisor, &norm);
         sala__op(s, SALA__OP_norm, &norm);
     }
     if (p->logits_rows) sala__head(s, p, &weights->head);

@@ -221,7 +221,7 @@ static inline void test_norm_case(int rows, int width, int branch, float divisor
                           gemm_random(count, 3),
                           (sala_act *)gemm_space(bytes),
                           divisor,
-                          {NULL, NULL, 0}};
+                          {NULL, NULL, 0, 0}};
     sala_norm_args a = cpu;
     sala_act *x = (sala_act *)malloc(bytes), *y = (sala_act *)malloc(bytes);
     if (branch) a.branch = (const sala_act *)on_device(cpu.branch, bytes);
@@ -315,8 +315,8 @@ static void test_gemm_swiglu_case(int rows, int k, int n) {
                                  gemm_weight(n, k, scale),
                                  (sala_act *)gemm_space(bytes),
                                  (sala_act *)gemm_space(bytes),
-                                 {NULL, NULL, 0},
-                                 {NULL, NULL, 0}};
+                                 {NULL, NULL, 0, 0},
+                                 {NULL, NULL, 0, 0}};
     sala_gemm_swiglu_args a = cpu;
     a.x = (const sala_act *)on_device(x, (size_t)rows * (size_t)k * 2);
     a.gate = gemm_pack(&cpu.gate, &cpu.up);
@@ -367,7 +367,7 @@ static gemm_norm_case gemm_norm_open(int rows, int k, int width) {
                            gemm_random(count, 3),
                            (sala_act *)gemm_space(count * 2),
                            1,
-                           {NULL, NULL, 0}};
+                           {NULL, NULL, 0, 0}};
     c.cpu.norm = norm;
     c.a = c.cpu;
     c.a.input = (const sala_act *)on_device(c.cpu.input, (size_t)rows * (size_t)k * 2);
@@ -438,9 +438,15 @@ static inline void test_gemm_alone_case(int rows, int from, int count, int k, in
             void *y = on_device(NULL, (size_t)now * f32);
             const sala_act *from_x = x + (few ? (size_t)from * (size_t)k : 0);
             const sala_act *on_gpu = (const sala_act *)on_device(from_x, (size_t)now * in);
-            sala_gemm_args a = {now, 1, on_gpu, {packed}, {NULL}, (float *)y, {NULL, NULL, 0}};
-            sala_gemm_swiglu_args g = {now,  on_gpu,          pair,           pair, (sala_act *)y,
-                                       NULL, {NULL, NULL, 0}, {NULL, NULL, 0}};
+            sala_gemm_args a = {now, 1, on_gpu, {packed}, {NULL}, (float *)y, {NULL, NULL, 0, 0}};
+            sala_gemm_swiglu_args g = {now,
+                                       on_gpu,
+                                       pair,
+                                       pair,
+                                       (sala_act *)y,
+                                       NULL,
+                                       {NULL, NULL, 0, 0},
+                                       {NULL, NULL, 0, 0}};
             if (part == 0) sala__launch_gemm(gpu, &a);
             if (part == 1) sala__launch_gemm_swiglu(gpu, &g);
             device_sync();
@@ -489,9 +495,13 @@ static inline void test_gemm_nan(void) {
     for (int spoilt = 0; spoilt < 2; spoilt++) {
         if (spoilt) x[3 * K + 5] = 0x7FC0, memset(x + 9 * K, 0xFF, K * 2), x[10 * K] = 0x7F80;
         void *y = on_device(NULL, sizeof got);
-        sala_gemm_args a = {ROWS,           1,      (const sala_act *)on_device(x, ROWS * K * 2),
-                            {packed},       {NULL}, (float *)y,
-                            {NULL, NULL, 0}};
+        sala_gemm_args a = {ROWS,
+                            1,
+                            (const sala_act *)on_device(x, ROWS * K * 2),
+                            {packed},
+                            {NULL},
+                            (float *)y,
+                            {NULL, NULL, 0, 0}};
         sala__launch_gemm(gpu, &a);
         device_sync();
         from_device(spoilt ? got : clean, y, sizeof got);

@@ -7,6 +7,7 @@
 #include "kernels_gemm.h"
 
 #include "prefill_attend.h"
+#include "prefill_fp4.h"
 #include "prefill_gemm.h"
 
 #include "kernels_four.h"
@@ -16,6 +17,7 @@
 
 int main(int argc, char **argv) {
     static const check_entry tests[] = {PREFILL_GEMM_TESTS,
+                                        PREFILL_FP4_TESTS,
                                         TEST(prefill_gla_twin),
                                         TEST(prefill_gla_groups),
                                         TEST(prefill_gla_normed),

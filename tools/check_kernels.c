@@ -37,6 +37,7 @@ static long dynamic_shared(const char *kernel, const sala_dims *m) {
                  {"sala_gemm_int4", SALA_GEMM4_SHARED},
                  {"sala_norm", SALA_GEMM_SHARED},
                  {"sala_prefill_gemm", SALA_PREFILL_SHARED},
+                 {"sala_prefill_fp4", SALA_FP4_SHARED},
                  {"sala_gla_verify", SALA__GLA_SHARED},
                  {"sala_prefill_gla", SALA_GLA_TILES_SHARED},
                  {"sala_select_normaliser", SALA_SELECT_NORMALISER_SHARED},

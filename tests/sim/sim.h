@@ -63,6 +63,7 @@ enum sala_sim_kind {
     SALA_SIM_LDMATRIX,
     SALA_SIM_LDMATRIX_TRANS,
     SALA_SIM_MMA,
+    SALA_SIM_FP4_MMA,
     SALA_SIM_COLLECTIVES, // those above are rendezvous of a warp, those below of a block or a grid
     SALA_SIM_SYNCTHREADS,
     SALA_SIM_SYNCTHREADS_OR,
@@ -80,7 +81,7 @@ struct sala_sim_operand {
     int argument, width;
     const void *address; // ldmatrix
     uint32_t *r;         // ldmatrix
-    float *d;            // mma
+    float *d;            // mma; of FP4, `value` holds both words of scales
     const uint32_t *a, *b;
 };
 
@@ -433,6 +434,15 @@ static inline void sala_mma(float d[4], const uint32_t a[4], const uint32_t b[2]
     o.a = a;
     o.b = b;
     sala_sim->collective(SALA_SIM_MMA, line, 0xFFFFFFFFu, &o);
+}
+static inline void sala_fp4_mma(float d[4], const uint32_t a[4], const uint32_t b[2],
+                                uint32_t scale_a, uint32_t scale_b, SALA_SIM_LINE) {
+    sala_sim_operand o = {};
+    o.d = d;
+    o.a = a;
+    o.b = b;
+    o.value = (uint64_t)scale_b << 32 | scale_a;
+    sala_sim->collective(SALA_SIM_FP4_MMA, line, 0xFFFFFFFFu, &o);
 }
 static inline uint16_t sala_f32_bf16(float x); // of kernels.h
 static inline uint32_t sala_pair(float low, float high) {
