@@ -294,7 +294,8 @@ static void test_memory_plan(void) {
 // ---- 4-bit weights ----
 
 // Random weights of sala-tiny's shape: against the CPU, and the same bits in other chunks and company.
-static void four_bits(const char *kind, int promises) {
+// Where x is quantised, a difference of a bit before it may be a step of FP4 behind it.
+static void four_bits(const char *kind, const char *prefill, int promises) {
     int32_t tokens[200];
     check_seed = 61;
     random_tokens(tokens, 200, 2000);
@@ -302,11 +303,12 @@ static void four_bits(const char *kind, int promises) {
     sala_options o = cuda_options(promises ? 2 : 1, 64);
     o.synthetic = 1;
     o.weights = kind;
-    o.prefill = "w4a16";
+    o.prefill = prefill;
     o.chunk = 64;
     session t = session_open(SALA_TINY "/config.json", &o);
-    CHECK(strcmp(t.info.prefill, "W4A16") == 0, "%s", t.info.prefill);
-    CHECK(t.info.unpack_bytes == (int64_t)2 * 768 * 256 * 2, "%lld bytes to unpack",
+    const int w4a4 = strcmp(prefill, "w4a4") == 0;
+    CHECK(strncmp(t.info.prefill, w4a4 ? "W4A4" : "W4A16", 4 + !w4a4) == 0, "%s", t.info.prefill);
+    CHECK(t.info.unpack_bytes == (w4a4 ? 0 : (int64_t)2 * 768 * 256 * 2), "%lld bytes to unpack",
           (long long)t.info.unpack_bytes);
     sala_request r = request_of(tokens, prompt, more), beside = request_of(tokens + 150, 9, more);
     request_force(&r, tokens + prompt, more);
@@ -325,7 +327,8 @@ static void four_bits(const char *kind, int promises) {
         for (int p = prompt; p < prompt + more - 1 && !other; p++) {
             double d =
                 relative(a->logits + (size_t)p * vocab, b->logits + (size_t)p * vocab, vocab);
-            CHECK(d < 0.05, "%s, position %d: |GPU - CPU| / |CPU| is %g", kind, p, d);
+            CHECK(d < (w4a4 ? 0.2 : 0.05), "%s %s, position %d: |GPU - CPU| / |CPU| is %g", kind,
+                  prefill, p, d);
         }
         if (other) CHECK(same_choices(a, b), "%s: other tokens", kind);
         if (other)
@@ -337,8 +340,9 @@ static void four_bits(const char *kind, int promises) {
 }
 
 static void test_four_bits(void) {
-    four_bits("nvfp4", 1);
-    four_bits("int4", 0);
+    four_bits("nvfp4", "w4a16", 1);
+    four_bits("nvfp4", "w4a4", 1);
+    four_bits("int4", "w4a16", 0);
 }
 
 // Pages whose elements lie beyond 2^31 in their pools hold the same numbers as others: only on a
