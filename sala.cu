@@ -2469,6 +2469,25 @@ SALA_DEVICE void sala_prefill_multiply(const sala_product_args *a, int tall, int
     }
 }
 
+// Times alpha, for weights that were unpacked.
+SALA_DEVICE void sala_prefill_scale(const sala_product_args *a, const sala_prefill_tile *at,
+                                    int tall, int wide, sala_prefill_warp *m) {
+    int warp = (int)threadIdx.x >> 5, lane = (int)threadIdx.x & 31;
+    int row = at->row + (warp & 1) * tall * 16 + (lane >> 2);
+    const sala_weight *w = &a->gemm.w[at->weight];
+    if (!w->alpha) return;
+#pragma unroll
+    for (int i = 0; i < 2 * tall; i++, row += 8) {
+        bool exists = row < w->n << (a->kind == SALA_PRODUCT_SWIGLU);
+        float alpha = exists ? w->alpha[row] : 0.0f;
+#pragma unroll
+        for (int j = 0; j < wide; j++) {
+            m->sum[i / 2][j][i % 2 * 2] *= alpha;
+            m->sum[i / 2][j][i % 2 * 2 + 1] *= alpha;
+        }
+    }
+}
+
 // The results of a warp, rounded, pass through shared memory of its own, where after a last barrier
 // nobody reads ahead any more: blocks of 8 x 8, a row of x across, rotated for the banks;
 // ldmatrix turns four of them and gives each lane eight columns of a row of x. With gate and up the
@@ -2486,14 +2505,11 @@ SALA_DEVICE void sala_prefill_store(const sala_product_args *a, const sala_prefi
         if (place >= 0) sala_copy16(old + i * 512, a->norm.x + place);
     }
     sala_copy_commit();
-    float alpha = 1;
 #pragma unroll
     for (int i = 0; i < 2 * tall * wide; i++) {
         const float *d = &m->sum[i / wide / 2][i % wide][i / wide % 2 * 2];
         int turned = ((lane >> 2) + i / wide * 2) & 7;
-        if (i % wide == 0) alpha = sala_prefill_alpha(a, at, tall, i / wide);
-        *(uint32_t *)(own + i * 128 + turned * 16 + (lane & 3) * 4) =
-            sala_pair(d[0] * alpha, d[1] * alpha);
+        *(uint32_t *)(own + i * 128 + turned * 16 + (lane & 3) * 4) = sala_pair(d[0], d[1]);
     }
     SALA_COPY_WAIT(0);
 #pragma unroll 1
@@ -2544,6 +2560,7 @@ SALA_DEVICE void sala_prefill_run(const sala_product_args *a, int tall, int wide
 #pragma unroll 1
     for (int left = a->gemm.w[0].k >> 6; left > 0; left--)
         sala_prefill_multiply(a, tall, wide, &feed, &slot, &m);
+    sala_prefill_scale(a, &at, tall, wide, &m);
     sala_prefill_store(a, &at, tall, wide, &m);
 }
 
