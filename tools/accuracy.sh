@@ -65,10 +65,11 @@ quantised nvfp4-rtn --format nvfp4 --method rtn --four-over-six off
 quantised nvfp4-rtn-46 --format nvfp4 --method rtn --four-over-six mse
 quantised nvfp4-gptq --format nvfp4 --method gptq --four-over-six off
 quantised nvfp4-gptq-46 --format nvfp4 --method gptq --four-over-six gptq
+quantised nvfp4-gptq-46-act --format nvfp4 --method gptq --four-over-six mse --act-order
 quantised int4-gptq --format int4 --method gptq --group 128
 
 measured bf16 "$model"
-for name in nvfp4-rtn nvfp4-rtn-46 nvfp4-gptq nvfp4-gptq-46; do
+for name in nvfp4-rtn nvfp4-rtn-46 nvfp4-gptq nvfp4-gptq-46 nvfp4-gptq-46-act; do
     measured "$name" "$out/models/$name" --prefill w4a16
 done
 measured nvfp4-gptq-46-w4a4 "$out/models/nvfp4-gptq-46" --prefill w4a4
