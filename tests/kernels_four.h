@@ -365,7 +365,8 @@ static void prefill_four_chunks(void) {
             CHECK(memcmp(y, want, COUNT * 2) == 0, "%s, kind %d, cut %d, shape %d", of->name, kind,
                   cut, gpu->shape);
             if (i != 6) continue;
-            sala_gemm_swiglu_args cpu = {ROWS, x, w, up, y, up_y, {NULL, NULL, 0, 0}, {NULL, NULL, 0, 0}};
+            sala_gemm_swiglu_args cpu = {
+                ROWS, x, w, up, y, up_y, {NULL, NULL, 0, 0}, {NULL, NULL, 0, 0}};
             sala__op_gemm_swiglu(&gemm_cpu, &cpu);
             int wrong = 0;
             for (int j = 0; j < COUNT; j++) {

@@ -83,7 +83,8 @@ static sala_weight gemm_weight4(int layout, int n, int k, float scale) {
             scales[i] = (uint8_t)(check_random() % 7 ? check_random() % 64 : check_random() % 127);
         zero[i] = (uint8_t)(check_random() % 17);
     }
-    for (int i = 0; i < n; i++) alpha[i] = scale * (layout ? 0.5f : 0.005f) * (1 + 0.5f * check_uniform());
+    for (int i = 0; i < n; i++)
+        alpha[i] = scale * (layout ? 0.5f : 0.005f) * (1 + 0.5f * check_uniform());
     if (layout != GEMM_NVFP4) w.format = SALA_INT4;
     if (layout == GEMM_INT4_ZERO || layout == GEMM_INT4_128) w.zero = zero;
     if (!w.zero) free(zero);
@@ -103,7 +104,8 @@ static sala_weight gemm_weight(int n, int k, float scale) {
 
 // One word of eight codes from column k, and its scales, into the blocks of a matrix.
 static void gemm_pack_word(const sala_weight *w, int n, int k, int row, int rows, uint8_t *to) {
-    int order = sala_code_order(w->format, gpu->cuda.major), block = sala_block4(w->format, w->group, w->zero != NULL);
+    int order = sala_code_order(w->format, gpu->cuda.major),
+        block = sala_block4(w->format, w->group, w->zero != NULL);
     size_t groups = (size_t)(w->k / w->group), group = (size_t)n * groups + (size_t)(k / w->group);
     uint32_t word;
     memcpy(&word, (const char *)w->data + ((size_t)n * (size_t)w->k + (size_t)k) / 2, 4);
@@ -124,7 +126,8 @@ static void gemm_pack_word(const sala_weight *w, int n, int k, int row, int rows
 // As gemm_pack, of 4-bit weights.
 static sala_weight gemm_pack4(const sala_weight *w, const sala_weight *up) {
     int rows = up ? 2 * w->n : w->n, tiles = (rows + 63) / 64;
-    size_t bytes = (size_t)tiles * (size_t)(w->k / 64) * (size_t)sala_block4(w->format, w->group, w->zero != NULL);
+    size_t bytes = (size_t)tiles * (size_t)(w->k / 64) *
+                   (size_t)sala_block4(w->format, w->group, w->zero != NULL);
     uint8_t *packed = (uint8_t *)calloc(1, bytes);
     float *alpha = (float *)calloc((size_t)tiles * 64, sizeof *alpha);
     sala_weight on_gpu = *w;
