@@ -84,6 +84,9 @@ $(B)/check_kernels: tools/check_kernels.c sala.h sala.cu kernels.h | $(B)
 $(B)/make_models: tools/make_models.c tests/quant_files.h sala.h kernels.h | $(B)
 	$(CC) $(CFLAGS) -MF $@.d -o $@ $< $(LDLIBS)
 
+$(B)/fp4_probe: tools/fp4_probe.c sala.h sala.cu kernels.h | $(B)
+	$(CC) $(CFLAGS) -MF $@.d -o $@ $< $(LDLIBS)
+
 # Every deliberate fault of tests/sim/mutations.txt must be noticed by the kernel tests.
 mutations: $(B)/test_kernels $(B)/test_prefill
 	SALA_SIM=$(B)/libsala_sim.so sh tests/sim/mutate.sh $(B)/test_kernels

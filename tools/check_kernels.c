@@ -38,6 +38,7 @@ static long dynamic_shared(const char *kernel, const sala_dims *m) {
                  {"sala_norm", SALA_GEMM_SHARED},
                  {"sala_prefill_gemm", SALA_PREFILL_SHARED},
                  {"sala_prefill_fp4", SALA_FP4_SHARED},
+                 {"sala_norm_quant", 16},
                  {"sala_gla_verify", SALA__GLA_SHARED},
                  {"sala_prefill_gla", SALA_GLA_TILES_SHARED},
                  {"sala_select_normaliser", SALA_SELECT_NORMALISER_SHARED},
@@ -56,7 +57,8 @@ static long dynamic_shared(const char *kernel, const sala_dims *m) {
 }
 
 typedef struct usage { // of one kernel on one target; registers 0: nothing is known
-    long registers, shared, stack, stores, loads, code;
+    long registers, shared, stack, stores, loads, code,
+        fp4; // fp4: instructions of FP4 tensor cores
 } usage;
 
 typedef struct table {
@@ -125,6 +127,7 @@ static uint64_t little_endian(const unsigned char *from, int bytes) {
 // The sizes of the sections ".text.NAME" of a cubin, which is an ELF file of 64 bits.
 static void read_cubin(const unsigned char *elf, size_t size, int target, table *t) {
     static const char text[] = ".text.";
+    enum { OMMA = 0x47F }; // mma.sync of kind mxf4nvf4 on sm_120a and sm_121a
     if (size < 64 || memcmp(elf, "\177ELF\2", 5) != 0) return;
     uint64_t first = little_endian(elf + 0x28, 8), each = little_endian(elf + 0x3A, 2);
     uint64_t count = little_endian(elf + 0x3C, 2), names = little_endian(elf + 0x3E, 2);
@@ -137,7 +140,14 @@ static void read_cubin(const unsigned char *elf, size_t size, int target, table 
         if (at >= size || strncmp(name, text, sizeof text - 1) != 0) continue;
         name += sizeof text - 1;
         int number = kernel_number(name, strlen(name));
-        if (number >= 0) t->of[number][target].code = (long)little_endian(section + 0x20, 8);
+        if (number < 0) continue;
+        uint64_t from = little_endian(section + 0x18, 8), bytes = little_endian(section + 0x20, 8);
+        usage *u = &t->of[number][target];
+        u->code = (long)bytes;
+        if (from > size || bytes > size - from) continue;
+        for (uint64_t j = 0; j + 16 <= bytes;
+             j += 16) // an instruction; its lowest 12 bits say what
+            u->fp4 += (little_endian(elf + from + j, 2) & 0xFFF) == OMMA;
     }
 }
 
@@ -247,6 +257,26 @@ static void print_code(const table *t) {
     printf("\n");
 }
 
+// Products of FP4 must be done by FP4 tensor cores where there are some: one instruction for each pair of
+// tiles of each shape.
+static int check_fp4(const table *t) {
+    int faults = 0, kernel = kernel_number("sala_prefill_fp4", strlen("sala_prefill_fp4"));
+    if (kernel < 0) return 0;
+    long want = 0;
+#define CHECK_SHAPE(number, tall, wide, clocks) want += (tall) * (wide);
+    SALA_PREFILL_SHAPES(CHECK_SHAPE)
+#undef CHECK_SHAPE
+    for (int i = 0; i < CHECK_TARGETS; i++) {
+        long mine = strchr(targets[i], 'a') ? want : 0, got = t->of[kernel][i].fp4;
+        if (t->seconds[i] < 0 || (got == mine && !mine)) continue;
+        printf("sala_prefill_fp4 on %s: %ld FP4 MMAs%s\n", targets[i], got,
+               got == mine ? "" : " !");
+        if (got != mine) printf("  ! there should be %ld\n", mine);
+        faults += got != mine;
+    }
+    return faults;
+}
+
 static int check_model(sala__cuda *c, const struct check_model *model) {
     static table t;
     int faults = compile_all(c, &model->dims, &t), known = 0;
@@ -261,6 +291,7 @@ static int check_model(sala__cuda *c, const struct check_model *model) {
         known += t.seconds[i] >= 0;
     }
     printf("\n\n");
+    faults += check_fp4(&t);
     print_code(&t);
     printf("\n");
     return known ? faults : faults + 1;
