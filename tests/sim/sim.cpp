@@ -2029,6 +2029,7 @@ static const char nvrtc_options[] =
 struct Options {
     std::string defines;
     int arch;
+    bool specific; // sm_120a and the like
     bool no_cubin; // for a virtual architecture NVRTC makes PTX only
 };
 
@@ -2078,6 +2079,7 @@ static bool read_options(Program *p, int count, const char *const *options, Opti
         if (option != "--gpu-architecture=" && option != "-arch=") continue;
         o->arch = atoi(value.c_str() + value.find('_') + 1);
         o->no_cubin = value.compare(0, 8, "compute_") == 0;
+        o->specific = !value.empty() && value.back() == 'a';
     }
     return true;
 }
@@ -2179,9 +2181,11 @@ static bool compile(Program *p, const std::string &folder, const Options &o,
     std::string flags = "-std=c++17 -O1 -g1 -ffp-contract=off -fPIC -fvisibility=hidden", text;
     if (cpu_features()) flags += " -mavx2 -mfma";
     flags += " " + extra_flags();
-    char defines[128];
-    snprintf(defines, sizeof defines, " -DSALA_SIM -D__CUDA_ARCH__=%d -include sala_sim.h",
-             o.arch * 10);
+    char defines[192];
+    snprintf(
+        defines, sizeof defines,
+        " -DSALA_SIM -D__CUDA_ARCH__=%d -D__CUDA_ARCH_FAMILY_SPECIFIC__=%d -include sala_sim.h",
+        o.arch * 10, o.specific ? o.arch * 10 : 0);
     std::string name = base_name(p->name.empty() ? "default_program" : p->name);
     *files = {"sala_sim.h", name, "log", "sala_sim.ii", "sala_sim.so"};
     bool good = write_file(folder + "/sala_sim.h", sala_sim_header, strlen(sala_sim_header)) &&
