@@ -129,7 +129,7 @@ static void problem_make(problem *p, int format, int four_six, int act_order, in
     r->zeros = p->s.asym ? offsetof(problem, zeros) - offsetof(problem, l) : 0;
     r->alpha = offsetof(problem, alpha) - offsetof(problem, l);
     for (int i = 0; i < N; i++) p->alpha[i] = format == SALA_NVFP4 ? r->global : 1;
-    p->order = act_order ? quant_order(p->h, K) : NULL;
+    p->order = act_order ? quant_order(p->h, K, quant_together(&p->s, r)) : NULL;
     p->job.s = &p->s;
     p->job.r = r;
     p->job.to = quant_weight(&p->l, r, format);
@@ -170,10 +170,10 @@ static void naive_row(const problem *p, double inverse[K][K], int row, uint8_t c
         w[k] = k == DEAD ? 0 : (double)sala_bf16_f32(p->original[row * K + k]);
     for (int i = 0; i < K; i++) {
         int c = p->order ? p->order[i] : i;
-        if (!p->order && i % r->group == 0 && quant_grids_late(&p->s, r)) {
+        if (i % r->group == 0 && quant_grids_late(&p->s, r)) { // columns c, c + 1, ... in any order
             float x[128];
             int four;
-            for (int j = 0; j < r->group; j++) x[j] = (float)w[i + j];
+            for (int j = 0; j < r->group; j++) x[j] = (float)w[c + j];
             if (p->s.format == SALA_INT4) {
                 grid = quant_fit(&p->s, r, x, &four);
             } else { // both, to the end of the group
@@ -183,18 +183,18 @@ static void naive_row(const problem *p, double inverse[K][K], int row, uint8_t c
                     static double b[K][K];
                     double v[16];
                     memcpy(b, a, sizeof b);
-                    memcpy(v, w + i, sizeof v);
+                    memcpy(v, w + c, sizeof v);
                     both[f] = quant_fp4_fit(quant_largest(x, 16), r->divisor, r->global, f);
                     for (int j = 0; j < 16; j++) {
                         uint8_t q;
-                        double d = b[i + j][i + j];
+                        double d = b[c + j][c + j];
                         double e =
                             v[j] - (double)quant_round(SALA_NVFP4, &both[f], (float)v[j], &q);
                         loss[f] += e * e / d;
-                        for (int k = j; k < 16; k++) v[k] -= e / d * b[i + j][i + k];
-                        for (int y = i + j + 1; y < i + 16; y++)
-                            for (int z = i + j + 1; z < i + 16; z++)
-                                b[y][z] -= b[y][i + j] * b[i + j][z] / d;
+                        for (int k = j; k < 16; k++) v[k] -= e / d * b[c + j][c + k];
+                        for (int y = c + j + 1; y < c + 16; y++)
+                            for (int z = c + j + 1; z < c + 16; z++)
+                                b[y][z] -= b[y][c + j] * b[c + j][z] / d;
                     }
                 }
                 grid = both[loss[1] < loss[0]];
@@ -253,6 +253,7 @@ static void gptq_four_over_six(void) {
 
 static void gptq_act_order(void) {
     against_naive(SALA_NVFP4, QUANT_MSE, 1, 16);
+    against_naive(SALA_NVFP4, QUANT_GPTQ, 1, 16); // whole groups
     against_naive(SALA_INT4, QUANT_OFF, 1, 16);
 }
 
@@ -537,7 +538,7 @@ static void refusals(void) {
         {"--calib x --group 64", 2, "for --format int4"},
         {"--calib x --format int4 --group 48", 2, "none of 32, 64, 128"},
         {"--calib x --format int4 --layout modelopt", 2, "has no int4"},
-        {"--calib x --act-order --four-over-six gptq", 2, "without --act-order"},
+        {"--calib x --method rtn --four-over-six gptq", 2, "is for --method gptq"},
         {"--calib x --damp -1", 2, "not a number from 0 to 1"},
         {"--calib x --length 63", 2, "64 to"},
     };

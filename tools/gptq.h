@@ -187,10 +187,16 @@ static quant_grid quant_get_grid(const quant_job *job, int64_t row, int group) {
 }
 
 // Are grids taken when the columns before their group are done, or all at first, from w itself?
-// Activation order scatters a group over the whole loop.
 static int quant_grids_late(const quant_settings *s, const quant_record *r) {
-    if (!s->gptq || s->act_order) return 0;
-    return s->format == SALA_NVFP4 ? s->four_six == QUANT_GPTQ : QUANT_BLOCK % r->group == 0;
+    if (!s->gptq) return 0;
+    if (s->format == SALA_NVFP4) return s->four_six == QUANT_GPTQ;
+    return !s->act_order && QUANT_BLOCK % r->group == 0;
+}
+
+// Columns that stay together in activation order: single ones, scattered over the whole loop, or
+// groups, which can have their grids late.
+static int quant_together(const quant_settings *s, const quant_record *r) {
+    return quant_grids_late(s, r) ? r->group : 1;
 }
 
 // All grids of a few rows from the original numbers, dead columns aside; without GPTQ the codes too.
@@ -254,17 +260,18 @@ static int64_t quant_block_row(const quant_job *job, int64_t row, int late) {
     int64_t fours = 0;
     quant_grid grid[16];
     for (int i = 0; i < job->count; i += 16) {
-        int at = job->from + i, grids = job->order ? 16 : 1;
+        int at = job->from + i, group = (job->order ? job->order[at] : at) / r->group;
+        int grids = job->order && !late ? 16 : 1;
         const float *u = job->u + (int64_t)at * r->k + at;
         uint8_t code[16];
         if (late && at % r->group == 0) {
             int four;
             grid[0] = job->s->format == SALA_NVFP4 ? quant_try_both(job, w + i, u, &fours)
                                                    : quant_fit(job->s, r, w + i, &four);
-            quant_put_grid(job, row, at / r->group, &grid[0]);
+            quant_put_grid(job, row, group, &grid[0]);
         }
         for (int j = 0; j < grids; j++)
-            grid[j] = quant_get_grid(job, row, (job->order ? job->order[at + j] : at) / r->group);
+            grid[j] = quant_get_grid(job, row, grids > 1 ? job->order[at + j] / r->group : group);
         quant_sixteen(job->s->format, grid, grids, w + i, u, r->k, code, e + i);
         for (int j = 0; j < 16; j++) {
             quant_put_code(job, row, job->order ? job->order[at + j] : at + j, code[j]);
@@ -303,15 +310,16 @@ static int quant_larger_first(const void *a, const void *b) {
     return x > y ? -1 : x < y ? 1 : i - j;
 }
 
-static int32_t *quant_order(const float *h, int k) { // columns by descending diagonal
+// Columns by descending diagonal of H, or `together` of them by the sum of theirs.
+static int32_t *quant_order(const float *h, int k, int together) {
     float *diagonal = (float *)cli_resize(NULL, (size_t)k * sizeof *diagonal);
     int32_t *order = (int32_t *)cli_resize(NULL, (size_t)k * sizeof *order);
-    for (int64_t i = 0; i < k; i++) {
-        diagonal[i] = h[i * k + i];
-        order[i] = (int32_t)i;
-    }
+    memset(diagonal, 0, (size_t)k * sizeof *diagonal);
+    for (int64_t i = 0; i < k; i++) diagonal[i / together] += h[i * k + i];
+    for (int i = 0; i < k / together; i++) order[i] = i;
     quant_sort_diagonal = diagonal;
-    qsort(order, (size_t)k, sizeof *order, quant_larger_first);
+    qsort(order, (size_t)(k / together), sizeof *order, quant_larger_first);
+    for (int i = k - 1; i >= 0; i--) order[i] = order[i / together] * together + i % together;
     free(diagonal);
     return order;
 }

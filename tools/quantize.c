@@ -357,7 +357,8 @@ static int quant_set(quantiser *q, quant_layer *l, int set) {
     quant_shared(q, l, set);
     if (h) quant_finish_hessian(h, k, (double)q->samples * q->set.length);
     if (q->set.gptq) {
-        order = q->set.act_order ? quant_order(h, k) : NULL;
+        const quant_record *first = l->record; // groups are of one size
+        order = q->set.act_order ? quant_order(h, k, quant_together(&q->set, first)) : NULL;
         u = (float *)cli_resize(NULL, (size_t)k * (size_t)k * sizeof *u);
         bad = quant_factor(h, k, order, q->set.damp, u);
     }
@@ -1070,7 +1071,8 @@ static const cli_option quant_options[] = {
     {QUANT_SAMPLES, "samples", "N", "sequences at most (default 128)"},
     {QUANT_FOUR_SIX, "four-over-six", "RULE",
      "nvfp4: a block's largest number becomes 4 or 6 by gptq (the loss; default), mse, off"},
-    {QUANT_ACT_ORDER, "act-order", NULL, "columns of large inputs first; 4 or 6 then by mse"},
+    {QUANT_ACT_ORDER, "act-order", NULL,
+     "columns of large inputs first; blocks of them where 4 or 6 is by gptq"},
     {QUANT_DAMP, "damp", "D", "added to the Hessian's diagonal, of its mean (default 0.01)"},
     {QUANT_GROUP, "group", "N", "int4: 32, 64, 128 (default) or -1, whole rows, share a scale"},
     {QUANT_ASYM, "asym", NULL, "int4: with zero points"},
@@ -1164,11 +1166,10 @@ static int quant_check(quant_settings *s) {
     if (int4 && s->four_six >= 0)
         return cli_fail(CLI_USAGE, "--four-over-six is for --format nvfp4");
     if (!s->gptq && s->act_order) return cli_fail(CLI_USAGE, "--act-order is for --method gptq");
-    if (s->four_six == QUANT_GPTQ && (s->act_order || !s->gptq))
-        return cli_fail(CLI_USAGE, "--four-over-six gptq is for --method gptq without --act-order");
+    if (s->four_six == QUANT_GPTQ && !s->gptq)
+        return cli_fail(CLI_USAGE, "--four-over-six gptq is for --method gptq");
     if (s->gptq && !s->calib) return cli_fail(CLI_USAGE, "--method gptq needs --calib FILE");
-    if (s->four_six < 0)
-        s->four_six = int4 ? QUANT_OFF : s->gptq && !s->act_order ? QUANT_GPTQ : QUANT_MSE;
+    if (s->four_six < 0) s->four_six = int4 ? QUANT_OFF : s->gptq ? QUANT_GPTQ : QUANT_MSE;
     if (!s->group) s->group = int4 ? 128 : 16;
     if (!s->calib) s->length = s->samples = 0;
     if (lstat(s->out, &st) == 0)
