@@ -19,7 +19,9 @@ typedef struct quant_settings {
     int format, gptq, act_order, asym, layout, four_six;
     int group; // of INT4; -1: whole rows
     int length, samples;
-    double damp; // added to the diagonal of H, in units of its mean
+    double damp;          // added to the diagonal of H, in units of its mean
+    const char *keep[16]; // patterns of matrices that stay as they are
+    int keep_count;
 } quant_settings;
 
 // One matrix of a layer, in numbers that a file can hold: offsets are those in the layer's memory.

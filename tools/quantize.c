@@ -9,7 +9,7 @@
     model's folder is written there too, and renamed.
 
     Resident, for the 9B: the hidden states of the calibration text (samples * length * hidden * 2
-    bytes: 2 GiB), a layer's Hessians in FP32 (K = 16384: 1 GiB; while it is factored, 4 GiB), one
+    bytes: 1 GiB), a layer's Hessians in FP32 (K = 16384: 1 GiB; while it is factored, 4 GiB), one
     matrix in FP32, and what has come out so far (5 GB at the end). The model itself is mapped.
 
     Sections: the engine, a layer, its file, the folder, the report, the calibration text, main. The
@@ -28,6 +28,7 @@
 #include "gptq.h"
 
 #include <dirent.h>
+#include <fnmatch.h>
 
 /* ---- the engine ------------------------------------------------------------------------------ */
 
@@ -255,6 +256,16 @@ static uint64_t quant_hash(uint64_t h, const void *data, size_t bytes) {
     return h;
 }
 
+// Is this item a matrix of a layer, and one that is to be quantised (1) or kept (0)? -1: neither.
+static int quant_wanted(const quant_settings *s, const sala__item *item) {
+    char name[96];
+    if (item->layer < 0 || item->k == 1) return -1;
+    snprintf(name, sizeof name, "%.*s", (int)(strlen(item->name) - strlen(".weight")), item->name);
+    for (int i = 0; i < s->keep_count; i++)
+        if (fnmatch(s->keep[i], name, 0) == 0) return 0;
+    return 1;
+}
+
 static uint64_t quant_place(uint64_t *at, int64_t bytes) { // a stretch of a layer's memory
     uint64_t here = (*at + 63) / 64 * 64;
     *at = here + (uint64_t)bytes;
@@ -273,7 +284,7 @@ static quant_layer *quant_layer_new(quantiser *q) {
     head.layer = q->layer;
     for (int i = 0; i < sala__item_count(&s->config); i++) {
         if (!sala__item_at(&s->config, &s->weights, i, &item)) continue;
-        if (item.layer != q->layer || item.k == 1) continue;
+        if (item.layer != q->layer || quant_wanted(set, &item) != 1) continue;
         quant_record *r = &head.record[head.count++];
         memcpy(r->name, item.name, strlen(item.name) - strlen(".weight"));
         r->item = i;
@@ -378,12 +389,14 @@ static int quant_set(quantiser *q, quant_layer *l, int set) {
 // The next layer: *made is what came of it. Returns an exit code.
 static int quant_do_layer(quantiser *q, quant_layer **made) {
     double start = cli_now();
-    int code = CLI_OK;
+    int code = CLI_OK, members[QUANT_SETS] = {0};
+    quant_layer *l = quant_layer_new(q);
+    for (int i = 0; i < l->count; i++) members[l->record[i].set]++;
     for (int set = 0; set < QUANT_SETS; set++) {
         size_t k = (size_t)quant_set_width(q, set);
         q->amax[set] = 0;
         q->hessian[set] = NULL;
-        if (!q->samples) continue;
+        if (!q->samples || !members[set]) continue;
         q->hessian[set] = (float *)calloc(k * k, sizeof(float));
         if (!q->hessian[set])
             code = cli_fail(CLI_FAILED, "out of memory: a Hessian of %zu squared", k);
@@ -391,9 +404,8 @@ static int quant_do_layer(quantiser *q, quant_layer **made) {
     q->collecting = 1;
     if (code == CLI_OK) code = quant_run(q, 0, "reading the calibration text", 0, 0.4);
     q->collecting = 0;
-    quant_layer *l = quant_layer_new(q);
     for (int set = 0; set < QUANT_SETS; set++) {
-        if (code == CLI_OK) {
+        if (code == CLI_OK && members[set]) {
             quant_progress(q, quant_set_names[set], 0.4 + 0.05 * set);
             code = quant_set(q, l, set);
         }
@@ -550,8 +562,11 @@ static void quant_describe(const quant_settings *s, cli_buffer *text) { // what 
     if (s->gptq)
         quant_print(text, ", \"damping\": %.9g, \"act_order\": %s", s->damp,
                     s->act_order ? "true" : "false");
-    quant_print(text, ", \"layout\": \"%s\", \"length\": %d, \"samples\": %d}\n",
+    quant_print(text, ", \"layout\": \"%s\", \"length\": %d, \"samples\": %d, \"keep\": [",
                 quant_layout_names[s->layout], s->length, s->samples);
+    for (int i = 0; i < s->keep_count; i++)
+        quant_print(text, "%s\"%s\"", i ? ", " : "", s->keep[i]);
+    quant_print(text, "]}\n");
 }
 
 // A tensor of the output: bytes that lie somewhere, or, `from`, a GPTQ file's transposed words.
@@ -765,47 +780,72 @@ static void quant_json(FILE *f, const sala__json *j, int node, int indent, const
     fprintf(f, "\n%*s%s", indent, "", object ? "}" : "]");
 }
 
+// The matrices that --keep names, each between `before` and `after`.
+static void quant_kept(const quantiser *q, cli_buffer *b, const char *before, const char *after) {
+    sala__item item;
+    for (int i = 0; i < sala__item_count(&q->engine->config); i++)
+        if (sala__item_at(&q->engine->config, &q->engine->weights, i, &item) &&
+            quant_wanted(&q->set, &item) == 0)
+            quant_print(b, "%s%.*s%s", before, (int)(strlen(item.name) - strlen(".weight")),
+                        item.name, after);
+}
+
 // quantization_config to b; what older readers look for in a file of its own, its name in *file.
 static void quant_config(const quantiser *q, cli_buffer *b, const char **file, cli_buffer *older) {
     const quant_settings *s = &q->set;
-    const char *algo = q->samples ? "NVFP4" : "W4A16_NVFP4";
+    const char *algo = q->samples ? "NVFP4" : "W4A16_NVFP4", *version = sala_version();
     const char *group = "\"num_bits\": 4, \"type\": \"float\", \"strategy\": \"tensor_group\", "
                         "\"group_size\": 16, \"symmetric\": true";
+    cli_buffer plain = {NULL, 0, 0};
+    quant_print(&plain, "[\"lm_head\"");
+    quant_kept(q, &plain, ", \"", "\"");
+    quant_print(&plain, "]");
     *file = NULL;
     if (s->layout == QUANT_MODELOPT) {
         *file = "hf_quant_config.json";
-        quant_print(b,
-                    "{\"quant_method\": \"modelopt\", \"quant_algo\": \"%s\", \"group_size\": 16, "
-                    "\"kv_cache_quant_algo\": null, \"ignore\": [\"lm_head\"], "
-                    "\"exclude_modules\": [\"lm_head\"], ",
-                    algo);
-        quant_print(b, "\"producer\": {\"name\": \"sala-quantize\", \"version\": \"%s\"}}",
-                    sala_version());
+        quant_print(b, "{\"quant_method\": \"modelopt\", \"quant_algo\": \"%s\", ", algo);
+        quant_print(b, "\"group_size\": 16, \"kv_cache_quant_algo\": null, \"ignore\": ");
+        cli_append(b, plain.data, plain.size);
+        quant_print(b, ", \"exclude_modules\": ");
+        cli_append(b, plain.data, plain.size);
+        quant_print(b, ", \"producer\": {\"name\": \"sala-quantize\", \"version\": \"%s\"}}",
+                    version);
         quant_print(older,
                     "{\n  \"producer\": {\"name\": \"sala-quantize\", \"version\": \"%s\"},\n"
                     "  \"quantization\": {\"quant_algo\": \"%s\", \"kv_cache_quant_algo\": null,\n"
-                    "    \"group_size\": 16, \"exclude_modules\": [\"lm_head\"]}\n}\n",
-                    sala_version(), algo);
+                    "    \"group_size\": 16, \"exclude_modules\": ",
+                    version, algo);
+        cli_append(older, plain.data, plain.size);
+        quant_print(older, "}\n}\n");
     } else if (s->layout == QUANT_COMPRESSED) {
+        quant_print(b, "{\"quant_method\": \"compressed-tensors\", \"format\": "
+                       "\"nvfp4-pack-quantized\", \"quantization_status\": \"compressed\", "
+                       "\"kv_cache_scheme\": null, \"ignore\": ");
+        cli_append(b, plain.data, plain.size);
         quant_print(b,
-                    "{\"quant_method\": \"compressed-tensors\", \"format\": "
-                    "\"nvfp4-pack-quantized\", \"quantization_status\": \"compressed\", "
-                    "\"kv_cache_scheme\": null, \"ignore\": [\"lm_head\"], "
-                    "\"config_groups\": {\"group_0\": {\"targets\": [\"Linear\"], "
+                    ", \"config_groups\": {\"group_0\": {\"targets\": [\"Linear\"], "
                     "\"weights\": {%s, \"dynamic\": false}, \"output_activations\": null, ",
                     group);
-        quant_print(b,
-                    q->samples ? "\"input_activations\": {%s, \"dynamic\": \"local\"}}}}"
-                               : "\"input_activations\": null}}}",
-                    group);
+        if (q->samples)
+            quant_print(b, "\"input_activations\": {%s, \"dynamic\": \"local\"}}}}", group);
+        else
+            quant_print(b, "\"input_activations\": null}}}");
     } else {
         *file = "quantize_config.json";
         quant_print(b,
                     "{\"quant_method\": \"gptq\", \"bits\": 4, \"group_size\": %d, \"desc_act\": "
-                    "false, \"sym\": %s, \"lm_head\": false, \"checkpoint_format\": \"gptq\"}",
+                    "false, \"sym\": %s, \"lm_head\": false, \"checkpoint_format\": \"gptq\"",
                     s->group, s->asym ? "false" : "true");
-        quant_print(older, "%s\n", b->data);
+        if (s->keep_count) { // GPTQModel's way; a pattern each
+            quant_print(b, ", \"dynamic\": {\"-:lm_head\": {}");
+            quant_kept(q, b, ", \"-:", "$\": {}");
+            quant_print(b, "}");
+        }
+        quant_print(b, "}");
+        cli_append(older, b->data, b->size);
+        quant_print(older, "\n");
     }
+    cli_free(&plain);
 }
 
 static int quant_write_config(const quantiser *q) {
@@ -826,7 +866,9 @@ static int quant_write_config(const quantiser *q) {
     quant_config(q, &own, &file, &older);
     cli_append(&config, text, size - 2); // without the last line, "}"
     free(text);
-    quant_print(&config, ",\n  \"quantization_config\": %s\n}\n", own.data);
+    quant_print(&config, ",\n  \"quantization_config\": ");
+    cli_append(&config, own.data, own.size);
+    quant_print(&config, "\n}\n");
     code = quant_write_text(q, "config.json", &config);
     if (code == CLI_OK && file) code = quant_write_text(q, file, &older);
     cli_free(&config);
@@ -1058,6 +1100,7 @@ enum {
     QUANT_DAMP,
     QUANT_GROUP,
     QUANT_ASYM,
+    QUANT_KEEP,
     QUANT_LAYOUT,
     QUANT_DEVICE,
     QUANT_THREADS
@@ -1068,7 +1111,7 @@ static const cli_option quant_options[] = {
     {QUANT_METHOD, "method", "NAME", "gptq (default), or rtn: round to nearest"},
     {QUANT_CALIB, "calib", "FILE", "calibration text: plain, or lines of JSON (see below)"},
     {QUANT_LENGTH, "length", "N", "tokens of a calibration sequence (default 2048)"},
-    {QUANT_SAMPLES, "samples", "N", "sequences at most (default 128)"},
+    {QUANT_SAMPLES, "samples", "N", "sequences at most (default 64)"},
     {QUANT_FOUR_SIX, "four-over-six", "RULE",
      "nvfp4: a block's largest number becomes 4 or 6 by gptq (the loss; default), mse, off"},
     {QUANT_ACT_ORDER, "act-order", NULL,
@@ -1076,6 +1119,8 @@ static const cli_option quant_options[] = {
     {QUANT_DAMP, "damp", "D", "added to the Hessian's diagonal, of its mean (default 0.01)"},
     {QUANT_GROUP, "group", "N", "int4: 32, 64, 128 (default) or -1, whole rows, share a scale"},
     {QUANT_ASYM, "asym", NULL, "int4: with zero points"},
+    {QUANT_KEEP, "keep", "PATTERN",
+     "matrices that stay as they are, like '*.layers.0.*' (name without .weight); repeatable"},
     {QUANT_LAYOUT, "layout", "NAME", "nvfp4: modelopt (default), compressed-tensors; int4: gptq"},
     {QUANT_DEVICE, "device", "NAME",
      "where the layers run: auto, cpu, cuda or cuda:N (default cpu)"},
@@ -1144,6 +1189,12 @@ static int quant_option(cli_args *a, quant_settings *s, int id) {
         if (code != CLI_OK || n == -1 || n == 32 || n == 64 || n == 128) return code;
         return cli_fail(CLI_USAGE, "--group: '%s' is none of 32, 64, 128 and -1", a->value);
     case QUANT_ASYM: s->asym = 1; return CLI_OK;
+    case QUANT_KEEP:
+        if (s->keep_count == 16 || strpbrk(a->value, "\"\\"))
+            return cli_fail(CLI_USAGE,
+                            "--keep: at most 16 patterns, without quotes and backslashes");
+        s->keep[s->keep_count++] = a->value;
+        return CLI_OK;
     case QUANT_LAYOUT: return quant_choose("layout", a->value, quant_layout_names, 3, &s->layout);
     default:
         code =
@@ -1181,6 +1232,7 @@ static int quant_check(quant_settings *s) {
 static int quant_open(quantiser *q, sala_options *o) {
     sala__item item;
     sala_error err;
+    int wanted = 0;
     o->hooks.log = cli_log;
     o->hooks.progress = cli_load_progress;
     o->max_sequences = 1;
@@ -1198,10 +1250,12 @@ static int quant_open(quantiser *q, sala_options *o) {
         if (item.weight->format > SALA_F32)
             return cli_fail(CLI_FAILED, "%s: %s is in 4 bits: take the original model", q->set.in,
                             item.name);
-        if (item.layer >= 0 && item.k > 1 && q->set.group > 0 && item.k % q->set.group)
+        wanted += quant_wanted(&q->set, &item) == 1;
+        if (quant_wanted(&q->set, &item) == 1 && q->set.group > 0 && item.k % q->set.group)
             return cli_fail(CLI_FAILED, "%s: %s: %d columns are not groups of %d", q->set.in,
                             item.name, item.k, q->set.group);
     }
+    if (!wanted) return cli_fail(CLI_FAILED, "--keep leaves nothing to be quantised");
     if (sala_check_weights(s, &err) < 0) return cli_fail(CLI_FAILED, "%s", err.text);
     for (size_t i = 0; i < s->checkpoint.tensor_count; i++) {
         const sala__tensor *t = &s->checkpoint.tensors[i];
@@ -1271,7 +1325,7 @@ static int quant_main(int argc, char **argv) {
     q.set.gptq = 1;
     q.set.layout = q.set.four_six = -1;
     q.set.length = 2048;
-    q.set.samples = 128;
+    q.set.samples = 64;
     q.set.damp = 0.01;
     cli_start(&args, &quant_command, argc - 2 * named, argv + 2 * named);
     while (code == CLI_OK && (id = cli_next(&args)) > 0) code = quant_option(&args, &q.set, id);
