@@ -484,6 +484,7 @@ static void bench_gemm_totals(const bench_gemms *g) {
     for (size_t r = 0; r < sizeof bench_gemm_rows / sizeof *bench_gemm_rows; r++) {
         for (int form = 0; form < BENCH_FORMS; form++) {
             double seconds = 0, bytes = 0, flops = 0, least = 0, one = 0;
+            const bench_entry *one_of = NULL; // for its name
             int wanted = 0, got = 0;
             for (int i = 0; i < g->product_count; i++) wanted += g->products[i].layers;
             for (int j = 0; j < g->entry_count; j++) {
@@ -497,14 +498,12 @@ static void bench_gemm_totals(const bench_gemms *g) {
                 flops += layers * 2.0 * e->rows * p->n * (double)p->k;
                 least += layers * e->seconds * e->share;
                 got += p->layers;
+                if (p->layers) one_of = e;
             }
-            if (!got || got < wanted) continue; // a layer of another format has no such form
+            if (!one_of || got < wanted) continue; // a layer of another format has no such form
             printf("%6d %-8s %10.1f %9.1f %9.0f %7.1f %% %8.2fx\n", bench_gemm_rows[r],
-                   form == BENCH_VERIFY ? "verify"
-                   : form == BENCH_W4A4 ? "w4a4"
-                                        : "prefill",
-                   seconds * 1e6, bytes / seconds * 1e-9, flops / seconds * 1e-9,
-                   100 * least / seconds, seconds / one);
+                   bench_form(one_of), seconds * 1e6, bytes / seconds * 1e-9,
+                   flops / seconds * 1e-9, 100 * least / seconds, seconds / one);
         }
     }
 }
