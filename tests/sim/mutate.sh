@@ -6,7 +6,8 @@
 #
 # Tests named prefill... are those of test_prefill beside it.
 #
-# SALA_SIM is the simulator (build/libsala_sim.so). JOBS run side by side (2). After a change of sala.cu lines of
+# SALA_SIM is the simulator (build/libsala_sim.so). JOBS run side by side (2). SHARE=1/2 (or any n of m) runs
+# every m-th mutation from the n-th on; whether a line still fits sala.cu is looked at in all of them. After a change of sala.cu lines of
 # the list may have to change too: broken are those that do not match once, or do not compile. The last line is
 # "N caught, N survived, N broken".
 set -u
@@ -57,7 +58,7 @@ trap 'exit 2' INT TERM
 
 # Each line of mutations.txt that is wanted becomes N.cu, N.name and N.tests. White space in it stands for any
 # white space, so that only words matter.
-awk -v out="$folder" -v wanted="$*" '
+awk -v out="$folder" -v wanted="$*" -v share="${SHARE:-1/1}" '
 function trim(s) { gsub(/^[ \t]+|[ \t]+$/, "", s); return s }
 function pattern(text,    i, c, p) {
     p = ""
@@ -72,6 +73,7 @@ function pattern(text,    i, c, p) {
 }
 BEGIN {
     words = split(wanted, word, " ")
+    split(share, part, "/")
     while ((getline line < "sala.cu") > 0) source = source line "\n"
     while ((getline line < "tests/sim/mutations.txt") > 0) {
         if (line ~ /^#/ || trim(line) == "") continue
@@ -97,6 +99,7 @@ BEGIN {
             print "BROKEN: matches " times " times: " name
             continue
         }
+        if (n % part[2] != part[1] % part[2]) continue
         printf "%s%s%s", substr(source, 1, at - 1), new, substr(source, at + size) > (file ".cu")
         close(file ".cu")
     }
