@@ -2445,7 +2445,7 @@ static int sala__check_4bit(const sala__config *c, sala__weights *w, sala_error 
     return 0;
 }
 
-// Weights that read the same x get one input_scale, so that x is quantised once for all: the
+// NVFP4 weights that read the same x get one input_scale, so that x is quantised once for all: the
 // largest, or none where one has none.
 static void sala__share_input_scales(const sala__config *c, sala__weights *w) {
     for (int i = 0; i < c->dims.layers; i++) {
@@ -2457,12 +2457,13 @@ static void sala__share_input_scales(const sala__config *c, sala__weights *w) {
             int all = 1;
             for (int m = 0; m < 4; m++) {
                 const sala_weight *x = sets[set][m];
-                if (!x || x->n == 0) continue; // this layer has none
+                if (!x || x->format != SALA_NVFP4) continue; // reads x in BF16, or is not there
                 if (x->input_scale > most) most = x->input_scale;
                 if (x->input_scale == 0) all = 0;
             }
             for (int m = 0; m < 4; m++)
-                if (sets[set][m]) sets[set][m]->input_scale = all ? most : 0;
+                if (sets[set][m] && sets[set][m]->format == SALA_NVFP4)
+                    sets[set][m]->input_scale = all ? most : 0;
         }
     }
 }
