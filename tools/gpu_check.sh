@@ -185,9 +185,9 @@ prefill() {
     unset SHOW LIMIT
 }
 
-# left LIMIT SECONDS: do so many of the stage's ten minutes remain? Steps that come late are skipped, not cut.
+# left SECONDS: do so many of the stage's ten minutes (SECONDS_OF_FOUR) remain? Late steps are skipped, not cut.
 left() {
-    [ $(($(date +%s) - stage_began + $1)) -le 590 ]
+    [ $(($(date +%s) - stage_began + $1)) -le "${SECONDS_OF_FOUR:-590}" ]
 }
 
 timely() { # NAME SECONDS COMMAND...: a step, if it can still be done in time
@@ -207,52 +207,59 @@ timely_nine() { # NAME SECONDS FORMAT ARGUMENTS...: sala bench of the 9B geometr
         --weights "$format" "$@"
 }
 
-four() {
+four() { # what matters most comes first
     header "four bits"
     stage_began=$(date +%s)
     build
-    SHOW=20 timely four-kernels 90 build/test_kernels four nvfp4 int4
-    SHOW=20 timely four-prefill 90 build/test_prefill four nvfp4 int4 fp4
-    SHOW=20 timely four-engine 120 build/test_cuda four nvfp4 int4
     export SHOW=3
-    for format in bf16 nvfp4 nvfp4-head int4; do # one sequence: with the read bandwidth
-        timely_nine decode-1 40 "$format" --fill --prompt-tokens 4096 --gen-tokens 256 --repeat 3
+    for format in nvfp4 nvfp4-head int4 bf16; do # one sequence: with the read bandwidth
+        timely_nine decode-1 25 "$format" --fill --prompt-tokens 4096 --gen-tokens 256 --repeat 3
     done
-    for format in nvfp4-head int4 bf16; do # the lines of the sums are the last
-        SHOW=24 timely_nine gemm 60 "$format" --gemm --repeat 1
+    timely_nine prompt-128k 30 nvfp4 --no-roofline --prompt-tokens 131072 --gen-tokens 16 --repeat 1
+    for format in nvfp4-head int4; do # the sums of all layers are the last lines
+        SHOW=24 timely_nine gemm 30 "$format" --gemm --repeat 1
     done
-    SHOW=24 timely_nine gemm-w4a4 60 nvfp4 --gemm --repeat 1 --prefill w4a4
     for format in nvfp4-head int4; do
-        if [ -n "${MARLIN_DIR:-}" ] && left 100; then
+        if [ -n "${MARLIN_DIR:-}" ] && left 70; then
             ./sala bench -q --device "$device" --synthetic -m "$nine_config" --weights "$format" --gemm \
                 --repeat 1 --json >"$out/gemm-$format.json"
-            SHOW=70 timely "marlin-$format" 90 python3 tools/marlin_baseline.py --quick --rows 1,8,16,32,48 \
+            SHOW=70 timely "marlin-$format" 45 python3 tools/marlin_baseline.py --quick --rows 1,8,16,32,48 \
                 --json "$out/marlin.json" --sala "$out/gemm-$format.json"
         else
             skip "marlin-$format" "MARLIN_DIR is not set, or the stage's time is over"
         fi
     done
-    for format in nvfp4 int4 bf16; do
-        timely_nine prompt-128k 60 "$format" --no-roofline --prompt-tokens 131072 --gen-tokens 16 --repeat 1
-        timely_nine prompt-32k 30 "$format" --no-roofline --prompt-tokens 32768 --gen-tokens 16 --repeat 2
-    done
-    for format in nvfp4 nvfp4-head int4 bf16; do
-        for n in 8 64; do
-            timely_nine "decode-$n" 40 "$format" --no-roofline --fill --prompt-tokens 4096 --gen-tokens 200 \
+    for n in 8 64; do
+        for format in nvfp4 nvfp4-head int4 bf16; do
+            timely_nine "decode-$n" 25 "$format" --no-roofline --fill --prompt-tokens 4096 --gen-tokens 200 \
                 --repeat 2 --parallel $n
         done
     done
-    export SALA_TRACE=1 SHOW=40
-    timely_nine table-1 60 nvfp4 --no-roofline --fill --prompt-tokens 4096 --gen-tokens 8 --repeat 1 --kernels
-    timely_nine shares-32k 60 nvfp4 --no-roofline --prompt-tokens 32768 --gen-tokens 1 --repeat 1 --kernels
-    unset SALA_TRACE SHOW
+    export SALA_TRACE=1
+    SHOW=40 timely_nine table-1 30 nvfp4 --no-roofline --fill --prompt-tokens 4096 --gen-tokens 8 \
+        --repeat 1 --kernels
+    SHOW=40 timely_nine shares-32k 30 nvfp4 --no-roofline --prompt-tokens 32768 --gen-tokens 1 \
+        --repeat 1 --kernels
+    unset SALA_TRACE
+    for format in nvfp4 int4 bf16; do
+        timely_nine prompt-32k 25 "$format" --no-roofline --prompt-tokens 32768 --gen-tokens 16 --repeat 2
+    done
+    for format in int4 bf16; do
+        timely_nine prompt-128k 30 "$format" --no-roofline --prompt-tokens 131072 --gen-tokens 16 --repeat 1
+    done
+    SHOW=24 timely_nine gemm 30 bf16 --gemm --repeat 1
+    SHOW=24 timely_nine gemm-w4a4 60 nvfp4 --gemm --repeat 1 --prefill w4a4
+    unset SHOW
+    SHOW=20 timely four-kernels 90 build/test_kernels four nvfp4 int4
+    SHOW=20 timely four-prefill 90 build/test_prefill four nvfp4 int4 fp4
+    SHOW=20 timely four-engine 120 build/test_cuda four nvfp4 int4
 }
 
 accuracy() {
     header "accuracy of four bits"
     step build-accuracy 200 make -j4 sala quantize
-    rm -rf build/accuracy
-    SHOW=40 step accuracy 560 env DEVICE="$device" ITEMS=9600 sh tools/accuracy.sh models/sala-tiny build/accuracy
+    # models that lie in build/accuracy/models already are taken as they are
+    SHOW=40 step accuracy 560 env DEVICE="$device" sh tools/accuracy.sh models/sala-tiny build/accuracy
 }
 
 [ $# -gt 0 ] || set -- all
