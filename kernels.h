@@ -696,15 +696,14 @@ SALA_FN int32_t sala_state_place(int32_t key, int32_t column) {
 #define SALA_GEMM_STAGE ((SALA_GEMM_ROWS + SALA_GEMM_TOKENS) * 128) // bytes
 #define SALA_GEMM_SHARED (SALA_GEMM_STAGES * SALA_GEMM_STAGE)
 
-// With weights of 4 bits:
-#define SALA_GEMM4_THREADS 256
-#define SALA_GEMM4_ROWS 128
+#define SALA_GEMM4_THREADS 256 // with weights of 4 bits
+#define SALA_GEMM4_NARROW 512  // NVFP4 and up to 16 rows of x: items have 128 rows of weights
 #define SALA_GEMM4_TOKENS 48
 #define SALA_GEMM4_SHARED (99 << 10)
 
 // Into how many sums of consecutive k a block-spanning product is split, by the matrix's shape alone,
 // so that about 256 blocks share it. A row's result is the sum of the splits in order, a split's the
-// sum of its chunks of SALA_GEMM_K in order.
+// sum of its chunks of SALA_GEMM_K in order (4 bits: of its quarters, each one chain of products).
 SALA_FN int32_t sala_gemm_splits(int32_t n, int32_t k) {
     int32_t tiles = (n + SALA_GEMM_ROWS - 1) / SALA_GEMM_ROWS, splits = 1;
     while (splits < 8 && tiles * splits * 2 <= 288 && k % (SALA_GEMM_K * splits * 2) == 0)
@@ -718,7 +717,7 @@ typedef struct sala_product_args {
     int32_t kind;
     int32_t splits, row_tiles, items; // items: tiles * splits * row_tiles
     int32_t tiles[SALA_GEMM_MAX]; // of SALA_GEMM_ROWS (or a prefill shape's) rows, of each weight
-    int32_t tokens;               // rows of x of an item
+    int32_t tokens, depth;        // rows of x of an item; stages of 64 k
     int32_t shape;                // prefill: index into SALA_PREFILL_SHAPES
     sala_gemm_args gemm;
     sala_norm_args norm; // this and what follows as in sala_gemm_norm_args
@@ -870,8 +869,10 @@ typedef struct sala_sample_args {
     X(fill4, sala_fill4_args, 256, 3)                                                              \
     X(unpack4, sala_unpack4_args, 256, 3)                                                          \
     X(quantize, sala_quantize_args, 256, 3)                                                        \
-    X(gemm_nvfp4, sala_product_args, 256, 4)                                                       \
+    X(gemm_nvfp4, sala_product_args, 512, 4)                                                       \
+    X(gemm_nvfp4_wide, sala_product_args, 256, 4)                                                  \
     X(gemm_int4, sala_product_args, 256, 5)                                                        \
+    X(gemm_int4_wide, sala_product_args, 256, 5)                                                   \
     X(prefill_fp4, sala_product_args, 128, 6)                                                      \
     X(norm_quant, sala_norm_args, 128, 6)
 

@@ -160,6 +160,13 @@ SALA_DEVICE void sala_copy16(void *shared, const void *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(global) : "memory");
 }
 
+SALA_DEVICE void sala_copy4_or_zero(void *shared, const void *global, bool valid) {
+    uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(at), "l"(global),
+                 "r"(valid ? 4 : 0)
+                 : "memory");
+}
+
 SALA_DEVICE void sala_copy_commit(void) {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -173,6 +180,20 @@ SALA_DEVICE void sala_copy_commit(void) {
 // The same for teams of threads of a block; `team` counts from 0.
 #define SALA_MEET_TEAM(team, threads)                                                              \
     asm volatile("bar.sync %0, %1;" ::"r"((team) + 1), "n"(threads) : "memory")
+
+// Four bytes of a and b; unlike __byte_perm, bit 3 of a nibble of the selector asks for the sign of the
+// byte, eight times.
+SALA_DEVICE uint32_t sala_permute(uint32_t a, uint32_t b, uint32_t selector) {
+    uint32_t d;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+    return d;
+}
+
+// x, computed here: not before a loop whose registers are few.
+SALA_DEVICE int sala_here(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 
 // 16 bytes of a weight that is read once.
 SALA_DEVICE uint4 sala_load_once(const void *global) {
@@ -435,33 +456,49 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 // and a step comes back to it four times a layer.
 //
 // BF16: four warps, two by two, of 32 rows of weights and 32 of x each. 4 bits: a weight must be
-// widened only once, so a warp has 32 rows of weights and all rows of x; and x must not be read more
-// than the weights are, so a tile has 128 rows. Two teams of four warps, each with a ring of stages
-// of its own, take the halves of k.
+// widened only once, so a warp has 32 rows of weights and all rows of x. Four teams of two warps,
+// each with a ring of stages of its own, take the quarters of k; their sums are added in order. The
+// bits of a row of x thus depend on nothing but that row, in both kernels of a format: that for up to
+// 16 rows and that for more.
 
 #if SALA_HAS(0)
 enum {
-    SALA_THREADS = SALA_GEMM_THREADS,
-    SALA_ROWS = SALA_GEMM_ROWS, // of weights, of an item
+    SALA_NORM_THREADS = SALA_GEMM_THREADS,
     SALA_SHARED = SALA_GEMM_SHARED,
-    SALA_RING = SALA_GEMM_SHARED,
-    SALA_WEIGHTS = SALA_GEMM_ROWS * 128, // bytes of weights in a stage
-    SALA_WIDEST = 4,                     // groups of 8 rows of x of a warp
-    SALA_CHUNK = SALA_GEMM_K / 64
+    SALA_WEIGHTS = 32 * 128, // bytes of 32 rows of weights in a stage
+    SALA_WIDEST = 4          // groups of 8 rows of x of a warp
 };
 #else
 enum {
-    SALA_THREADS = SALA_GEMM4_THREADS,
-    SALA_ROWS = SALA_GEMM4_ROWS,
+    SALA_NORM_THREADS = SALA_GEMM4_THREADS,
     SALA_SHARED = SALA_GEMM4_SHARED,
-    SALA_RESULT = 8 * SALA_ROWS, // floats of a team's result of eight rows of x
-    SALA_RING = (SALA_GEMM4_SHARED - 2 * 4 * SALA_RESULT) / 2,
-    SALA_SHARE = SALA_HAS(4) ? 1024 + 128 : 1024 + 256, // bytes of a warp: codes, scales
-    SALA_WEIGHTS = 4 * SALA_SHARE,
+    SALA_WEIGHTS = SALA_HAS(4) ? 1024 + 128 : 1024 + 256, // codes, scales
     SALA_WIDEST = SALA_GEMM4_TOKENS / 8
 };
 #endif
-enum { SALA_TEAM = 128, SALA_TEAMS = SALA_THREADS / SALA_TEAM };
+enum { SALA_TEAMS = SALA_HAS(0) ? 1 : 4, SALA_CHUNK = SALA_GEMM_K / 64 };
+
+// The shape of a kernel whose stages have room for `wide` groups of 8 rows of x (4 bits): threads of a
+// team, of a block; weight rows of an item; how many results of 8 rows of x there is room for.
+SALA_DEVICE constexpr int sala_gemm_team(int wide) {
+    return SALA_HAS(0) || (SALA_HAS(4) && wide <= 2) ? 128 : 64;
+}
+
+SALA_DEVICE constexpr int sala_gemm_threads(int wide) {
+    return SALA_TEAMS * sala_gemm_team(wide);
+}
+
+SALA_DEVICE constexpr int sala_gemm_rows(int wide) {
+    return SALA_HAS(0) ? SALA_GEMM_ROWS : sala_gemm_team(wide);
+}
+
+SALA_DEVICE constexpr int sala_gemm_areas(int wide) {
+    return sala_gemm_rows(wide) > 64 ? 2 : 4;
+}
+
+SALA_DEVICE constexpr int sala_gemm_result(int wide) { // floats of one
+    return 8 * sala_gemm_rows(wide);
+}
 
 // One item: which weight, its tile, the split of k and the first row of x.
 typedef struct sala_gemm_item {
@@ -470,35 +507,54 @@ typedef struct sala_gemm_item {
 
 // The copies of one thread: where the next ones come from and go to.
 typedef struct sala_gemm_feed {
-    int item, left;             // stages of the item that are still to be copied
-    int slot;                   // offset in the ring of the stage to be written
-    int rows;                   // rows of x in the item
-    int absent;                 // 4 bits: this warp's rows are beyond the matrix
-    int biased;                 // 4 bits: there are words of biases
-    int64_t stride;             // bytes from a tile's stage to its next
-    const unsigned char *w, *x; // the first 16 bytes of each
+    int item, left;         // stages of the item that are still to be copied
+    int slot;               // offset in the ring of the stage to be written
+    int rows;               // rows of x in the item
+    int scales;             // 4 bits: bytes from codes to scales, negative: there are biases too
+    int stride;             // bytes from a tile's stage to its next
+    const unsigned char *w; // the first 16 bytes of weights
+#if SALA_HAS(0)
+    const unsigned char *x; // the first 16 of x
+#else
+    int x; // the same, from the start of x: registers are few
+#endif
 } sala_gemm_feed;
 
-// Of a ring: bytes of a stage for `wide` groups of 8 rows of x, and how many there are.
-SALA_DEVICE int sala_gemm_stage(int wide) {
-    return SALA_WEIGHTS + (SALA_HAS(0) ? SALA_GEMM_TOKENS : wide * 8) * 128;
+// Of a team's ring: bytes of a stage for `wide` groups of 8 rows of x; how many there are; all bytes.
+SALA_DEVICE constexpr int sala_gemm_x(int wide) { // where x begins in a stage
+    return sala_gemm_rows(wide) / 32 * SALA_WEIGHTS;
 }
 
-SALA_DEVICE int sala_gemm_stages(int wide) {
-    return min(SALA_RING / sala_gemm_stage(wide), 8);
+SALA_DEVICE constexpr int sala_gemm_stage(int wide) {
+    return sala_gemm_x(wide) + (SALA_HAS(0) ? SALA_GEMM_TOKENS : wide * 8) * 128;
 }
 
-SALA_DEVICE unsigned char *sala_gemm_ring(void) { // of this thread's team
-    return sala_shared() + (SALA_TEAMS == 1 ? 0 : (threadIdx.x / SALA_TEAM) * SALA_RING);
+SALA_DEVICE constexpr int sala_gemm_stages(int wide) { // results and alphas lie behind them
+    return (SALA_SHARED - (SALA_HAS(0) ? 0
+                                       : 4 * sala_gemm_areas(wide) * sala_gemm_result(wide) +
+                                             4 * sala_gemm_rows(wide))) /
+           SALA_TEAMS / sala_gemm_stage(wide);
+}
+
+SALA_DEVICE constexpr int sala_gemm_ring_bytes(int wide) {
+    return sala_gemm_stages(wide) * sala_gemm_stage(wide);
+}
+
+SALA_DEVICE unsigned char *sala_gemm_ring(int wide, int thread) { // of this thread's team
+    int team = SALA_TEAMS == 1 ? 0 : thread / sala_gemm_team(wide);
+    return sala_shared() + team * sala_gemm_ring_bytes(wide);
+}
+
+// threadIdx.x, for what is rare: 4 bits have no registers for what could be computed once.
+SALA_DEVICE int sala_gemm_thread(void) {
+    return SALA_HAS(0) ? (int)threadIdx.x : sala_here((int)threadIdx.x);
 }
 
 // Stages of an item: all, or those of the thread's team, the first of which is `from`.
-SALA_DEVICE int sala_gemm_depth(const sala_product_args *a, int *from) {
-    int all = a->gemm.w[0].k / a->splits >> 6, half = (all + 1) / 2;
-    *from = 0;
-    if (SALA_TEAMS == 1) return all;
-    *from = threadIdx.x < SALA_TEAM ? 0 : half;
-    return threadIdx.x < SALA_TEAM ? half : all - half;
+SALA_DEVICE int sala_gemm_depth(const sala_product_args *a, int wide, int *from) {
+    int share = (a->depth + SALA_TEAMS - 1) / SALA_TEAMS;
+    *from = SALA_TEAMS == 1 ? 0 : min(sala_gemm_thread() / sala_gemm_team(wide) * share, a->depth);
+    return min(share, a->depth - *from);
 }
 
 // The rows of x vary fastest, so that blocks which share weights run together.
@@ -516,75 +572,102 @@ SALA_DEVICE sala_gemm_item sala_gemm_find(const sala_product_args *a, int item) 
 
 // Where a thread's copies of an item's weights begin, and how far it is to the next stage.
 SALA_DEVICE void sala_gemm_feed_weights(const sala_product_args *a, const sala_gemm_item *at,
-                                        int64_t stage, sala_gemm_feed *feed) {
+                                        int wide, int64_t stage, sala_gemm_feed *feed) {
     const sala_weight *w = &a->gemm.w[at->weight];
     const unsigned char *data = (const unsigned char *)w->data;
-    int thread = (int)threadIdx.x % SALA_TEAM, tiles = a->tiles[at->weight];
+    int thread = sala_gemm_thread() % sala_gemm_team(wide), tiles = a->tiles[at->weight];
     if (SALA_HAS(0)) {
-        feed->w = data + (stage * tiles + at->tile) * SALA_WEIGHTS + thread * 16;
-        feed->stride = (int64_t)tiles * SALA_WEIGHTS;
+        feed->w = data + (stage * tiles + at->tile) * sala_gemm_x(wide) + thread * 16;
+        feed->stride = tiles * sala_gemm_x(wide);
         return;
     }
-    int block = sala_block4(w->format, w->group, w->zero != nullptr), warp = thread >> 5,
-        tile = at->tile * 2 + (warp >> 1);
-    tiles = ((a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1) * w->n + 63) >> 6; // of 64 rows
-    feed->w = data + (stage * tiles + tile) * block + (warp & 1) * 1024 + (thread & 31) * 16;
-    feed->stride = (int64_t)tiles * block;
-    feed->absent = tile >= tiles;
-    feed->biased = block == SALA_BLOCK4_BIAS;
+    int block = sala_block4(w->format, w->group, w->zero != nullptr);
+    int warp = thread >> 5, lane = thread & 31, tile = at->tile;
+    if (sala_gemm_rows(wide) > 64) { // an item is two tiles, the last one may be alone
+        tiles = ((a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1) * w->n + 63) >> 6;
+        tile = min(tile * 2 + (warp >> 1), tiles - 1);
+        warp &= 1;
+    }
+    feed->w = data + (stage * tiles + tile) * block + warp * 1024 + lane * 16;
+    feed->stride = tiles * block;
+    feed->scales = 2048 + warp * 128 + lane * 4 - warp * 1024 - lane * 16;
+    if (block == SALA_BLOCK4_BIAS) feed->scales = -feed->scales;
 }
 
 // Turn to the next stage; the first call turns to the first one of the block.
 SALA_DEVICE void sala_gemm_next(const sala_product_args *a, int wide, sala_gemm_feed *feed) {
     feed->slot += sala_gemm_stage(wide);
-    if (feed->slot == sala_gemm_stages(wide) * sala_gemm_stage(wide)) feed->slot = 0;
+    if (feed->slot == sala_gemm_ring_bytes(wide)) feed->slot = 0;
     feed->w += feed->stride;
     feed->x += 128;
     if (--feed->left > 0) return;
     feed->item += (int)gridDim.x;
     if (feed->item >= a->items) return;
     sala_gemm_item at = sala_gemm_find(a, feed->item);
-    int k = a->gemm.w[0].k, thread = (int)threadIdx.x % SALA_TEAM, from;
-    feed->left = sala_gemm_depth(a, &from);
+    int k = a->gemm.w[0].k, thread = sala_gemm_thread() % sala_gemm_team(wide), from;
+    feed->left = sala_gemm_depth(a, wide, &from);
     if (feed->left == 0) feed->item = a->items; // a team that has nothing to do
-    int64_t row = at.row + (thread >> 3), stage = at.split * (k / a->splits >> 6) + from;
-    sala_gemm_feed_weights(a, &at, stage, feed);
-    feed->x = (const unsigned char *)(a->gemm.x + row * k + stage * 64) + (thread & 7) * 16;
+    int row = at.row + (thread >> 3), stage = at.split * a->depth + from;
+    sala_gemm_feed_weights(a, &at, wide, stage, feed);
+    int x = (row * k + stage * 64) * 2 + (thread & 7) * 16;
+#if SALA_HAS(0)
+    feed->x = (const unsigned char *)a->gemm.x + x;
+#else
+    feed->x = x;
+#endif
     feed->rows = min(a->gemm.rows - at.row, a->tokens);
 }
 
-SALA_DEVICE void sala_gemm_copy_weights(const sala_product_args *a, const sala_gemm_feed *feed) {
-    int thread = (int)threadIdx.x % SALA_TEAM;
-    unsigned char *to = sala_gemm_ring() + feed->slot;
-    if (feed->item >= a->items) return;
+SALA_DEVICE void sala_gemm_copy_weights(const sala_product_args *a, int wide, int thread,
+                                        const sala_gemm_feed *feed) {
+    unsigned char *to = sala_gemm_ring(wide, thread) + feed->slot;
+    thread %= sala_gemm_team(wide);
 #if SALA_HAS(0)
-    for (int i = 0; i < SALA_WEIGHTS; i += SALA_TEAM * 16)
+    if (feed->item >= a->items) return;
+    for (int i = 0; i < sala_gemm_x(wide); i += sala_gemm_team(wide) * 16)
         sala_copy16(to + thread * 16 + i, feed->w + i);
 #else
     int lane = thread & 31;
-    to += (thread >> 5) * SALA_SHARE + lane * 16;
-    if (feed->absent) return;
-    sala_copy16(to, feed->w);
-    sala_copy16(to + 512, feed->w + 512);
-    const unsigned char *scales = feed->w + 2048 - (thread >> 5 & 1) * (1024 - 128);
-    if (lane < 8) sala_copy16(to + 1024, scales);
-    if (SALA_HAS(5) && feed->biased && lane < 8) sala_copy16(to + 1024 + 128, scales + 256);
+    bool valid = feed->item < a->items; // without branches: nothing is read, and zeros are written
+    const unsigned char *scales =
+        feed->w + (SALA_HAS(4) ? feed->scales : max(feed->scales, -feed->scales));
+    to += (thread >> 5) * SALA_WEIGHTS;
+    sala_copy16_or_zero(to + lane * 16, feed->w, valid);
+    sala_copy16_or_zero(to + lane * 16 + 512, feed->w + 512, valid);
+    sala_copy4_or_zero(to + lane * 4 + 1024, scales, valid);
+    if (SALA_HAS(5) && feed->scales < 0)
+        sala_copy4_or_zero(to + lane * 4 + 1024 + 128, scales + 256, valid);
 #endif
 }
 
 // Units 0..3 and 4..7 of every other row change places: a quarter of a warp that reads four units
 // of two rows then meets all 32 banks. Rows that do not exist are not copied: columns of an MMA do
 // not mix, and theirs are not stored.
-SALA_DEVICE void sala_gemm_copy_x(const sala_product_args *a, int wide,
+SALA_DEVICE void sala_gemm_copy_x(const sala_product_args *a, int wide, int thread,
                                   const sala_gemm_feed *feed) {
-    int step = SALA_TEAM / 8, thread = (int)threadIdx.x % SALA_TEAM, row = thread >> 3;
+    unsigned char *to = sala_gemm_ring(wide, thread) + feed->slot + sala_gemm_x(wide);
+    int step = sala_gemm_team(wide) / 8, row = thread % sala_gemm_team(wide) >> 3;
     int unit = (thread & 7) ^ (row & 1) * 4, rows = SALA_HAS(0) ? SALA_GEMM_TOKENS : wide * 8;
-    unsigned char *to = sala_gemm_ring() + feed->slot + SALA_WEIGHTS + row * 128 + unit * 16;
+    to += row * 128 + unit * 16;
+#if SALA_HAS(0)
     int64_t stride = (int64_t)a->gemm.w[0].k * 2 * step;
+    const unsigned char *from = feed->x;
+#else
+    int stride = a->gemm.w[0].k * 2 * step;
+    const unsigned char *from = (const unsigned char *)a->gemm.x + feed->x;
+#endif
     if (feed->item >= a->items) return;
 #pragma unroll
     for (int i = 0; i * step < rows; i++)
-        if (row + i * step < feed->rows) sala_copy16(to + i * step * 128, feed->x + i * stride);
+        if (row + i * step < feed->rows) sala_copy16(to + i * step * 128, from + i * stride);
+}
+
+// INT4: a row's word holds a scale and a bias; or the scales of two runs; or the biases are beyond.
+enum { SALA_INT4_WIDE, SALA_INT4_FINE, SALA_INT4_ZEROS };
+
+SALA_DEVICE int sala_gemm_layout(const sala_product_args *a, int weight) {
+    const sala_weight *w = &a->gemm.w[weight];
+    return w->group > 32 ? SALA_INT4_WIDE : w->zero ? SALA_INT4_ZEROS : SALA_INT4_FINE;
 }
 
 #if SALA_HAS(0)
@@ -614,11 +697,11 @@ SALA_DEVICE void sala_gemm_multiply(const unsigned char *w, const unsigned char 
 }
 
 // The stage of `slot`, `groups` of it.
-SALA_DEVICE void sala_gemm_stage_of(const sala_weight *, int, int groups, int slot,
+SALA_DEVICE void sala_gemm_stage_of(int, int, int groups, int thread, int slot,
                                     float sum[SALA_WIDEST][2][4]) {
-    int warp = (int)threadIdx.x >> 5;
+    int warp = thread >> 5;
     const unsigned char *w = sala_shared() + slot + (warp >> 1) * 4096;
-    const unsigned char *x = sala_shared() + slot + SALA_WEIGHTS + (warp & 1) * 32 * 128;
+    const unsigned char *x = sala_shared() + slot + 2 * SALA_WEIGHTS + (warp & 1) * 32 * 128;
     if (groups > 2)
         sala_gemm_multiply(w, x, 4, sum);
     else if (groups == 2)
@@ -657,104 +740,120 @@ SALA_DEVICE uint4 sala_gemm_order(uint4 x) {
     return x;
 }
 
-typedef struct sala_gemm_scale { // of a tile of 16 rows: pairs of BF16
-    uint32_t factor[2], bias[2];
-} sala_gemm_scale;
-
-// NVFP4: [run of 32 k], of rows g and g + 8, times 2^118: bytes << 4 as BF16 are 2^-120 of the scale,
-// subnormal or not. INT4: [row g or g + 8], of the two runs.
-SALA_DEVICE sala_gemm_scale sala_gemm_scales(const sala_weight *of, const unsigned char *scales) {
-    int lane = (int)threadIdx.x & 31;
+// NVFP4: the scales of a tile of 16 rows: [run of 32 k], of rows g and g + 8, times 2^118. Bytes << 4
+// as BF16 are 2^-120 of the scale, subnormal or not; the 0 beside a byte is its sign.
+SALA_DEVICE uint2 sala_gemm_scales(const unsigned char *scales, int lane) {
+    const uint32_t big = 0x7B007B00u, zero = 0x80008000u; // 2^119, -0
     uint2 word = *(const uint2 *)(scales + (lane >> 2) * 8);
-    sala_gemm_scale s;
-    if (SALA_HAS(4)) {
-        const uint32_t big = 0x7B007B00u, zero = 0x80008000u; // 2^119, -0
-        uint32_t four = __byte_perm(word.x, word.y, 0x6420 + 0x1111 * (lane >> 1 & 1));
-        for (int run = 0; run < 2; run++) {
-            uint32_t two = (run ? four >> 4 : four << 4) & 0x0FF00FF0u;
-            s.factor[run] = sala_fma2(sala_fma2(two, big, zero), big, zero);
-        }
-        return s;
-    }
-    bool fine = of->group == 32;                       // a scale for each run; else scale and bias
-    uint2 bias = make_uint2(0xC308C308u, 0xC308C308u); // -(128 + 8)
-    if (!fine) bias = word;
-    if (fine && of->zero) bias = *(const uint2 *)(scales + 128 + (lane >> 2) * 8);
-    uint32_t factors = fine ? 0x3210 : 0x1010, biases = fine ? 0x3210 : 0x3232;
-    s.factor[0] = __byte_perm(word.x, 0, factors), s.factor[1] = __byte_perm(word.y, 0, factors);
-    s.bias[0] = __byte_perm(bias.x, 0, biases), s.bias[1] = __byte_perm(bias.y, 0, biases);
-    return s;
+    uint32_t from = 0xC480 + 0x1111 * (lane >> 1 & 1); // bytes 0 and 4, or 1 and 5
+    uint32_t first = sala_permute(word.x, word.y, from) * 16;
+    uint32_t second = sala_permute(word.x, word.y, from + 0x2222) * 16;
+    return make_uint2(sala_fma2(sala_fma2(first, big, zero), big, zero),
+                      sala_fma2(sala_fma2(second, big, zero), big, zero));
 }
 
-// A word of row g + 8 * half -> the pairs of the A operands of two steps of 16 k.
-SALA_DEVICE void sala_gemm_dequant(uint32_t word, const sala_gemm_scale *s, int run, int half,
+// INT4: the scales of one run of 32 k and what brings 128 + code to code - zero, of rows g and g + 8,
+// each twice.
+SALA_DEVICE uint4 sala_gemm_scales_int4(int layout, const unsigned char *scales, int run) {
+    bool fine = layout != SALA_INT4_WIDE;
+    uint2 word = *(const uint2 *)scales, bias = word;
+    if (fine) bias = make_uint2(0xC308C308u, 0xC308C308u); // -(128 + 8)
+    if (layout == SALA_INT4_ZEROS) bias = *(const uint2 *)(scales + 128);
+    uint32_t by = fine && run ? 0x3232 : 0x1010, to = fine && !run ? 0x1010 : 0x3232;
+    return make_uint4(__byte_perm(word.x, 0, by), __byte_perm(word.y, 0, by),
+                      __byte_perm(bias.x, 0, to), __byte_perm(bias.y, 0, to));
+}
+
+// A word of row g + 8 * half -> the pairs of the A operands of two steps of 16 k. INT4: BF16 of (128 +
+// code + bias) * scale.
+SALA_DEVICE void sala_gemm_dequant(uint32_t word, uint32_t scale, uint32_t bias, int half,
                                    uint32_t a[2][4]) {
     const uint32_t zero = 0x80008000u, one = 0x3F803F80u;
     uint32_t pair[4];
     sala_gemm_widen(word, pair);
+#pragma unroll
     for (int i = 0; i < 4; i++) {
-        if (SALA_HAS(4)) {
-            uint32_t by = sala_twice(s->factor[run], half);
-            a[i >> 1][(i & 1) * 2 + half] = sala_fma2(pair[i], by, zero);
-        } else {
-            uint32_t integer = sala_fma2(pair[i], one, sala_twice(s->bias[half], run));
-            a[i >> 1][(i & 1) * 2 + half] =
-                sala_fma2(integer, sala_twice(s->factor[half], run), zero);
-        }
+        if (SALA_HAS(5)) pair[i] = sala_fma2(pair[i], one, bias);
+        a[i >> 1][(i & 1) * 2 + half] = sala_fma2(pair[i], scale, zero);
+    }
+}
+
+// Both words of a tile of 16 rows in a run of 32 k -> the A operands of its two steps.
+SALA_DEVICE void sala_gemm_dequant_tile(int layout, const uint4 *word, uint2 scale,
+                                        const unsigned char *scales, int run, uint32_t a[2][4]) {
+    uint32_t first = run ? word->z : word->x, second = run ? word->w : word->y;
+    if (SALA_HAS(4)) {
+        uint32_t two = run ? scale.y : scale.x;
+        sala_gemm_dequant(first, sala_twice(two, 0), 0, 0, a);
+        sala_gemm_dequant(second, sala_twice(two, 1), 0, 1, a);
+    } else {
+        uint4 s = sala_gemm_scales_int4(layout, scales, run);
+        sala_gemm_dequant(first, s.x, s.z, 0, a);
+        sala_gemm_dequant(second, s.y, s.w, 1, a);
     }
 }
 
 // One stage of a warp: 32 weight rows, `wide` (a constant) times 8 rows of x.
-SALA_DEVICE void sala_gemm_stage_of(const sala_weight *of, int wide, int, int slot,
+SALA_DEVICE void sala_gemm_stage_of(int layout, int wide, int, int thread, int slot,
                                     float sum[SALA_WIDEST][2][4]) {
-    int thread = (int)threadIdx.x % SALA_TEAM, lane = thread & 31, row = lane >> 2;
-    const unsigned char *ring = sala_gemm_ring() + slot, *w = ring + (thread >> 5) * SALA_SHARE;
-    const unsigned char *x = ring + SALA_WEIGHTS + row * 128;
+    int lane = thread & 31, row = lane >> 2;
+    const unsigned char *ring = sala_gemm_ring(wide, thread) + slot;
+    const unsigned char *w = ring + (thread % sala_gemm_team(wide) >> 5) * SALA_WEIGHTS;
+    const unsigned char *x = ring + sala_gemm_x(wide) + row * 128;
     uint4 word[2];
-    sala_gemm_scale s[2];
+    uint2 scale[2] = {};
+#pragma unroll
     for (int tile = 0; tile < 2; tile++) {
         word[tile] = *(const uint4 *)(w + tile * 512 + lane * 16);
-        s[tile] = sala_gemm_scales(of, w + 1024 + tile * 64);
+        if (SALA_HAS(4)) scale[tile] = sala_gemm_scales(w + 1024 + tile * 64, lane);
     }
 #pragma unroll
     for (int run = 0; run < 2; run++) {
         uint32_t a[2][2][4]; // tile, step
 #pragma unroll
-        for (int tile = 0; tile < 2; tile++) {
-            sala_gemm_dequant(run ? word[tile].z : word[tile].x, &s[tile], run, 0, a[tile]);
-            sala_gemm_dequant(run ? word[tile].w : word[tile].y, &s[tile], run, 1, a[tile]);
-        }
-        uint4 b[SALA_WIDEST];
-        int unit = (run ^ (row & 1)) * 4 + (lane & 3);
+        for (int tile = 0; tile < 2; tile++)
+            sala_gemm_dequant_tile(layout, &word[tile], scale[tile], w + 1024 + tile * 64 + row * 8,
+                                   run, a[tile]);
+        int unit = (run ^ (row & 1)) * 4 + (lane & 3), batch = min(wide, 2);
 #pragma unroll
-        for (int group = 0; group < wide; group++)
-            b[group] = sala_gemm_order(*(const uint4 *)(x + group * 1024 + unit * 16));
+        for (int first = 0; first < wide; first += batch) { // of groups: registers are few
+            uint4 b[2];
 #pragma unroll
-        for (int i = 0; i < 4 * wide; i++) { // step, then group, then tile
-            int tile = i & 1, group = (i >> 1) % wide, step = (i >> 1) / wide;
-            const uint32_t bs[2] = {step ? b[group].z : b[group].x, step ? b[group].w : b[group].y};
-            sala_mma(sum[group][tile], a[tile][step], bs);
+            for (int i = 0; i < batch; i++)
+                b[i] = sala_gemm_order(*(const uint4 *)(x + (first + i) * 1024 + unit * 16));
+#pragma unroll
+            for (int i = 0; i < 4 * batch; i++) { // step, then group, then tile
+                int tile = i & 1, group = (i >> 1) % batch, step = (i >> 1) / batch;
+                const uint32_t bs[2] = {step ? b[group].z : b[group].x,
+                                        step ? b[group].w : b[group].y};
+                sala_mma(sum[first + group][tile], a[tile][step], bs);
+            }
         }
     }
 }
 #endif
 
 // The result of an item passes through shared memory so that a small loop can write it in order:
-// [rows of x, SALA_ROWS] FP32, the columns of every other pair of rows shifted by 8 for the banks.
-SALA_DEVICE int sala_gemm_place(int row, int column) {
-    return row * SALA_ROWS + (column ^ (row & 6) << 2);
+// [rows of x, weight rows] FP32, the columns of every other pair of rows shifted by 8 for the banks.
+SALA_DEVICE int sala_gemm_place(int wide, int row, int column) {
+    return row * sala_gemm_rows(wide) + (column ^ (row & 6) << 2);
 }
 
-// Four weight rows of one row of x. 4 bits: the sum of both teams times alpha, with the power of two
+// Four weight rows of one row of x. 4 bits: the sum of the teams times alpha, with the power of two
 // that NVFP4's weights lack.
-SALA_DEVICE float4 sala_gemm_value(const sala_product_args *a, const sala_gemm_item *at, int r,
-                                   int column, const float *result) {
-    float4 v = *(const float4 *)(result + sala_gemm_place(r, column));
+SALA_DEVICE float4 sala_gemm_value(int wide, int r, int column, const float *result) {
+    const float *from = result + sala_gemm_place(wide, r, column);
+    float4 v = *(const float4 *)from;
 #if !SALA_HAS(0)
-    float4 u = *(const float4 *)(result + SALA_RESULT + sala_gemm_place(r, column));
-    const float4 alpha =
-        *(const float4 *)(a->gemm.w[at->weight].alpha + at->tile * SALA_ROWS + column);
+    const int size = sala_gemm_result(wide), areas = sala_gemm_areas(wide);
+    const float4 alpha = *(const float4 *)(result + areas * size + column);
     const float repair = SALA_HAS(4) ? 256 : 1;
+    float4 u = *(const float4 *)(from + size);
+    if (areas == 4) { // the teams 2 and 3 are not in yet
+        float4 v2 = *(const float4 *)(from + 2 * size), u2 = *(const float4 *)(from + 3 * size);
+        v.x += v2.x, v.y += v2.y, v.z += v2.z, v.w += v2.w;
+        u.x += u2.x, u.y += u2.y, u.z += u2.z, u.w += u2.w;
+    }
     v.x = (v.x + u.x) * repair * alpha.x, v.y = (v.y + u.y) * repair * alpha.y;
     v.z = (v.z + u.z) * repair * alpha.z, v.w = (v.w + u.w) * repair * alpha.w;
 #endif
@@ -763,14 +862,15 @@ SALA_DEVICE float4 sala_gemm_value(const sala_product_args *a, const sala_gemm_i
 
 // Logits, of a vocabulary of any size.
 SALA_DEVICE void sala_gemm_put_logits(const sala_product_args *a, const sala_gemm_item *at,
-                                      int first, int rows, const float *result) {
+                                      int wide, int first, int rows, const float *result) {
+    const int width = sala_gemm_rows(wide), step = sala_gemm_threads(wide) * 4;
     int n = a->gemm.w[at->weight].n;
 #pragma unroll 1
-    for (int i = (int)threadIdx.x * 4; i < rows * SALA_ROWS; i += SALA_THREADS * 4) {
-        int r = i / SALA_ROWS, from = i % SALA_ROWS, c = at->tile * SALA_ROWS + from;
+    for (int i = sala_gemm_thread() * 4; i < rows * width; i += step) {
+        int r = i / width, from = i % width, c = at->tile * width + from;
         float *to = a->gemm.y_f32 + (int64_t)(at->row + first + r) * n + c;
         if (c >= n) continue;
-        float4 v = sala_gemm_value(a, at, r, from, result);
+        float4 v = sala_gemm_value(wide, r, from, result);
         to[0] = v.x;
         if (c + 1 < n) to[1] = v.y;
         if (c + 2 < n) to[2] = v.z;
@@ -780,28 +880,28 @@ SALA_DEVICE void sala_gemm_put_logits(const sala_product_args *a, const sala_gem
 
 // `rows` rows of x of an item, beginning with its row `first`. Four columns at a time: all these
 // matrices have a multiple of four rows.
-SALA_DEVICE void sala_gemm_put(const sala_product_args *a, const sala_gemm_item *at, int first,
-                               int rows, const float *result) {
+SALA_DEVICE void sala_gemm_put(const sala_product_args *a, const sala_gemm_item *at, int wide,
+                               int first, int rows, const float *result) {
     int n = a->gemm.w[at->weight].n;
-    int pair = a->kind == SALA_PRODUCT_SWIGLU, width = SALA_ROWS >> pair;
+    int pair = a->kind == SALA_PRODUCT_SWIGLU, width = sala_gemm_rows(wide) >> pair;
     if (a->gemm.y_f32) {
-        sala_gemm_put_logits(a, at, first, rows, result);
+        sala_gemm_put_logits(a, at, wide, first, rows, result);
         return;
     }
 #pragma unroll 1
-    for (int i = (int)threadIdx.x * 4; i < rows * width; i += SALA_THREADS * 4) {
+    for (int i = sala_gemm_thread() * 4; i < rows * width; i += sala_gemm_threads(wide) * 4) {
         int r = i / width, from = i & (width - 1);
         int column = at->tile * width + from;
         int64_t place = (int64_t)(at->row + first + r) * n + column;
         if (column >= n) continue;
         if (pair) from = (from >> 3) * 16 + (from & 7);
-        float4 v = sala_gemm_value(a, at, r, from, result);
+        float4 v = sala_gemm_value(wide, r, from, result);
         if (a->kind == SALA_PRODUCT_NORM) {
             *(float4 *)(a->partial + (int64_t)at->split * a->gemm.rows * n + place) = v;
             continue;
         }
         if (pair) {
-            float4 up = sala_gemm_value(a, at, r, from + 8, result);
+            float4 up = sala_gemm_value(wide, r, from + 8, result);
             v.x = sala_swiglu(v.x, up.x), v.y = sala_swiglu(v.y, up.y);
             v.z = sala_swiglu(v.z, up.z), v.w = sala_swiglu(v.w, up.w);
         }
@@ -811,48 +911,61 @@ SALA_DEVICE void sala_gemm_put(const sala_product_args *a, const sala_gemm_item 
 }
 
 // One group of a warp's sums: rows of x vary first, then weight rows.
-SALA_DEVICE void sala_gemm_lay(const float sum[2][4], int row, int column, float *result) {
-    int lane = (int)threadIdx.x & 31;
+SALA_DEVICE void sala_gemm_lay(int wide, const float sum[2][4], int row, int column, bool add,
+                               float *result) {
+    int lane = sala_gemm_thread() & 31;
     row += (lane & 3) * 2, column += lane >> 2;
 #pragma unroll
-    for (int i = 0; i < 8; i++)
-        result[sala_gemm_place(row + (i & 1), column + i / 4 * 16 + (i & 2) * 4)] =
-            sum[i / 4][i & 3];
+    for (int i = 0; i < 8; i++) {
+        float *to =
+            result + sala_gemm_place(wide, row + (i & 1), column + i / 4 * 16 + (i & 2) * 4);
+        *to = add ? *to + sum[i / 4][i & 3] : sum[i / 4][i & 3];
+    }
 }
 
 // BF16: through the stage that was read last, which nobody needs until the next barrier. 4 bits:
 // through memory of its own, eight rows of x after the other.
-SALA_DEVICE void sala_gemm_store(const sala_product_args *a, const sala_gemm_item *at, int groups,
-                                 int slot, float sum[SALA_WIDEST][2][4]) {
-    int warp = (int)threadIdx.x >> 5, rows = min(a->gemm.rows - at->row, a->tokens);
-#if SALA_HAS(0)
+SALA_DEVICE void sala_gemm_store(const sala_product_args *a, const sala_gemm_item *at, int wide,
+                                 int groups, int slot, float alpha, float sum[SALA_WIDEST][2][4]) {
+    int thread = sala_gemm_thread(), rows = min(a->gemm.rows - at->row, a->tokens);
     float *result = (float *)(sala_shared() + slot);
+#if SALA_HAS(0)
+    (void)alpha;
     __syncthreads(); // all have read the stage
 #pragma unroll
     for (int group = 0; group < 4; group++) {
         if (group >= groups) break;
-        sala_gemm_lay(sum[group], (warp & 1) * 32 + group * 8, (warp >> 1) * 32, result);
+        int row = (thread & 32) + group * 8;
+        sala_gemm_lay(wide, sum[group], row, (thread >> 6) * 32, false, result);
     }
     __syncthreads();
-    sala_gemm_put(a, at, 0, rows, result);
+    sala_gemm_put(a, at, wide, 0, rows, result);
 #else
-    float *result = (float *)(sala_shared() + SALA_TEAMS * SALA_RING);
-    (void)groups, (void)slot;
+    const int areas = sala_gemm_areas(wide), size = sala_gemm_result(wide);
+    int team = thread / sala_gemm_team(wide), column = thread % sala_gemm_team(wide) & ~31;
+    (void)groups;
 #pragma unroll 1
     for (int first = 0; first < rows; first += 8) {
         __syncthreads(); // the rows before are written
-        sala_gemm_lay(sum[0], 0, (warp & 3) * 32, result + (warp >> 2) * SALA_RESULT);
+        if (thread < sala_gemm_rows(wide)) result[areas * size + thread] = alpha;
+        float *area = result + team % areas * size;
+        if (team < areas) sala_gemm_lay(wide, sum[0], 0, column, false, area);
+        if (areas == 2) {
+            __syncthreads();
+            if (team >= areas) sala_gemm_lay(wide, sum[0], 0, column, true, area);
+        }
 #pragma unroll
         for (int i = 8; i < SALA_WIDEST * 8; i++) // the next eight rows
             sum[(i >> 3) - 1][i >> 2 & 1][i & 3] = sum[i >> 3][i >> 2 & 1][i & 3];
         __syncthreads();
-        sala_gemm_put(a, at, first, min(rows - first, 8), result);
+        sala_gemm_put(a, at, wide, first, min(rows - first, 8), result);
     }
 #endif
 }
 
 // Wait until all but the latest n (a constant) of this thread's groups of copies are there.
 SALA_DEVICE void sala_gemm_wait(int n) {
+    if (n == 0) SALA_COPY_WAIT(0);
     if (n == 1) SALA_COPY_WAIT(1);
     if (n == 2) SALA_COPY_WAIT(2);
     if (n == 3) SALA_COPY_WAIT(3);
@@ -861,29 +974,50 @@ SALA_DEVICE void sala_gemm_wait(int n) {
     if (n == 6) SALA_COPY_WAIT(6);
 }
 
-SALA_DEVICE void sala_gemm_meet(void) { // the team
+SALA_DEVICE void sala_gemm_meet(int wide) { // the team
     if (SALA_TEAMS == 1)
         __syncthreads();
+    else if (sala_gemm_team(wide) == 64)
+        SALA_MEET_TEAM(threadIdx.x / 64, 64);
     else
-        SALA_MEET_TEAM(threadIdx.x / SALA_TEAM, (int)SALA_TEAM);
+        SALA_MEET_TEAM(threadIdx.x / 128, 128);
 }
 
-// `stages` stages: total += their sum. `slot` is the stage to read.
-SALA_DEVICE void sala_gemm_chunk(const sala_product_args *a, sala_gemm_feed *feed,
-                                 const sala_weight *of, int stages, int wide, int groups, int *slot,
-                                 float total[SALA_WIDEST][2][4]) {
+// Stages between two barriers.
+SALA_DEVICE int sala_gemm_stride(int wide) {
+    return !SALA_HAS(0) && wide <= 2 && sala_gemm_stages(wide) >= 4 ? 2 : 1;
+}
+
+// `stages` stages: total += their sum.
+SALA_DEVICE void sala_gemm_chunk(const sala_product_args *a, sala_gemm_feed *feed, int layout,
+                                 int stages, int wide, int groups, float total[SALA_WIDEST][2][4]) {
+    const int stride = sala_gemm_stride(wide), size = sala_gemm_stage(wide);
+    const int ring = sala_gemm_ring_bytes(wide);
     float sum[SALA_WIDEST][2][4] = {};
+    int thread = sala_gemm_thread();
 #pragma unroll 1
-    for (int stage = 0; stage < stages; stage++) {
-        sala_gemm_wait(sala_gemm_stages(wide) - 2);
-        sala_gemm_meet(); // this stage is there for all, and all are done with the one before
-        sala_gemm_copy_weights(a, feed);
-        sala_gemm_copy_x(a, wide, feed);
-        sala_copy_commit();
-        sala_gemm_next(a, wide, feed);
-        sala_gemm_stage_of(of, wide, groups, *slot, sum);
-        *slot += sala_gemm_stage(wide);
-        if (*slot == sala_gemm_stages(wide) * sala_gemm_stage(wide)) *slot = 0;
+    for (; stages > 0; stages -= stride) {
+        if (wide > 2) thread = sala_gemm_thread();
+        int slot = 0; // to be read
+        if (stride > 1) slot = feed->slot + stride * size;
+        if (stride > 1 && slot >= ring) slot -= ring;
+        sala_gemm_wait(sala_gemm_stages(wide) - 2 * stride);
+        sala_gemm_meet(wide); // these stages are there for all, and all are done with those before
+#pragma unroll
+        for (int i = 0; i < stride; i++) {
+            if (i > 0 && i >= stages) break;
+            sala_gemm_copy_weights(a, wide, thread, feed);
+            sala_gemm_copy_x(a, wide, thread, feed);
+            sala_copy_commit();
+            sala_gemm_next(a, wide, feed);
+        }
+        if (stride == 1) slot = feed->slot; // is the same
+#pragma unroll
+        for (int i = 0; i < stride; i++) {
+            if (i > 0 && i >= stages) break;
+            sala_gemm_stage_of(layout, wide, groups, thread, slot, sum);
+            if (stride > 1) slot = slot + size == ring ? 0 : slot + size;
+        }
     }
 #pragma unroll
     for (int i = 0; i < SALA_WIDEST * 8; i++)
@@ -892,74 +1026,95 @@ SALA_DEVICE void sala_gemm_chunk(const sala_product_args *a, sala_gemm_feed *fee
 
 // The first stages: weights, without waiting for the kernel before this one; then x.
 SALA_DEVICE sala_gemm_feed sala_gemm_begin(const sala_product_args *a, int wide) {
-    const int ahead = sala_gemm_stages(wide) - 1; // stages in flight
-    sala_gemm_feed first = {}, feed;
-    first.item = (int)blockIdx.x - (int)gridDim.x;
-    first.left = 1;
-    first.slot = -sala_gemm_stage(wide);
-    feed = first;
+    const int ahead = sala_gemm_stages(wide) - sala_gemm_stride(wide); // stages in flight
+    sala_gemm_feed feed = {};
+    feed.item = (int)blockIdx.x - (int)gridDim.x;
+    feed.left = 1;
+    feed.slot = -sala_gemm_stage(wide);
+    sala_gemm_next(a, wide, &feed);
+    const sala_gemm_feed first = feed;
 #pragma unroll 1
-    for (int i = 0;; i++) {
-        if (i == ahead) {
-            sala_wait_grid();
-            feed = first;
-        }
+    for (int i = 0; i < ahead; i++) {
+        sala_gemm_copy_weights(a, wide, (int)threadIdx.x, &feed);
         sala_gemm_next(a, wide, &feed);
-        if (i == 2 * ahead) return feed;
-        if (i < ahead) {
-            sala_gemm_copy_weights(a, &feed);
-        } else { // the first group also holds all those weights
-            sala_gemm_copy_x(a, wide, &feed);
-            sala_copy_commit();
-        }
     }
+    sala_wait_grid();
+    sala_gemm_feed x = first;
+#pragma unroll 1
+    for (int i = 0; i < ahead; i++) { // the first group also holds all those weights
+        sala_gemm_copy_x(a, wide, (int)threadIdx.x, &x);
+        sala_copy_commit();
+        if (!SALA_HAS(0) && x.left > 1)
+            x.x += 128, x.left--, x.slot += sala_gemm_stage(wide); // as below, but at once
+        else
+            sala_gemm_next(a, wide, &x);
+    }
+    return feed;
 }
 
-// All items of this block; `wide` (a constant): groups of 8 rows of x that a stage has room for. BF16:
-// two blocks of 128 threads a multiprocessor keep 80 KiB of weights in flight (35 suffice for 4.5 TB/s
-// at 1 us). 8 KiB of weights take 420 clocks of an H200 to arrive; with 64 rows of x they cost 384
-// clocks of shared memory and 105 of the tensor cores, with 16 rows 152 and 26; x adds rows /
-// SALA_ROWS times the weights' bytes in reads of L2.
-SALA_DEVICE void sala_gemm_run(const sala_product_args *a, int wide) {
+// 4 bits: the alpha of one of an item's rows.
+SALA_DEVICE float sala_gemm_alpha(const sala_product_args *a, const sala_gemm_item *at, int wide) {
+    const sala_weight *w = &a->gemm.w[at->weight];
+    int rows = sala_gemm_rows(wide), row = at->tile * rows + sala_gemm_thread();
+    int n = (a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1) * w->n;
+    return row < n && row < (at->tile + 1) * rows ? w->alpha[row] : 0;
+}
+
+// All items of this block; 4 bits: with at most 16 rows of x, or more. BF16: two blocks of 128 threads
+// a multiprocessor keep 80 KiB of weights in flight (35 suffice for 4.5 TB/s at 1 us). 8 KiB of weights
+// take 420 clocks of an H200 to arrive; with 64 rows of x they cost 384 clocks of shared memory and 105
+// of the tensor cores, with 16 rows 152 and 26; x adds rows / SALA_GEMM_ROWS times the weights' bytes in
+// reads of L2.
+SALA_DEVICE void sala_gemm_run(const sala_product_args *a, bool narrow) {
+    const int wide = narrow ? (a->tokens <= 8 ? 1 : 2) : a->tokens <= 32 ? 4 : 6;
     sala_gemm_feed feed = sala_gemm_begin(a, wide);
-    int slot = 0;
 #pragma unroll 1
     for (int item = (int)blockIdx.x; item < a->items; item += (int)gridDim.x) {
-        sala_gemm_item at = sala_gemm_find(a, item);
-        const sala_weight *of = &a->gemm.w[at.weight];
         float total[SALA_WIDEST][2][4] = {};
-        int from, left = sala_gemm_depth(a, &from);
+        int from, left = sala_gemm_depth(a, wide, &from);
+        sala_gemm_item at = sala_gemm_find(a, item);
+        int layout = SALA_HAS(5) ? sala_gemm_layout(a, at.weight) : 0;
 #if SALA_HAS(0)
         int groups = (a->gemm.rows - at.row - ((int)threadIdx.x >> 5 & 1) * 32 + 7) >> 3;
 #pragma unroll 1
         for (; left > 0; left -= SALA_CHUNK)
-            sala_gemm_chunk(a, &feed, of, min(left, SALA_CHUNK), wide, groups, &slot, total);
+            sala_gemm_chunk(a, &feed, layout, min(left, SALA_CHUNK), wide, groups, total);
+        sala_gemm_store(a, &at, wide, groups, feed.slot, 0, total);
 #else
-        int groups = 0; // all
-        sala_gemm_chunk(a, &feed, of, left, wide, groups, &slot, total);
+        float alpha = narrow ? sala_gemm_alpha(a, &at, wide) : 0; // well before it is needed
+        if (narrow && wide == 1)
+            sala_gemm_chunk(a, &feed, layout, left, 1, 1, total);
+        else if (narrow)
+            sala_gemm_chunk(a, &feed, layout, left, 2, 2, total);
+        else if (wide == 4)
+            sala_gemm_chunk(a, &feed, layout, left, 4, 4, total);
+        else
+            sala_gemm_chunk(a, &feed, layout, left, 6, 6, total);
+        at = sala_gemm_find(a, sala_here(item));
+        if (!narrow) alpha = sala_gemm_alpha(a, &at, wide);
+        sala_gemm_store(a, &at, wide, 0, SALA_TEAMS * sala_gemm_ring_bytes(wide), alpha, total);
 #endif
-        int read = (slot ? slot : sala_gemm_stages(wide) * sala_gemm_stage(wide));
-        sala_gemm_store(a, &at, groups, read - sala_gemm_stage(wide), total);
     }
 }
 
 // ---- 5. the norm, alone and behind a product
 
-enum { SALA_NORM_STEP = 4 * SALA_THREADS }; // columns that the block takes at once
+enum { SALA_NORM_STEP = 4 * SALA_NORM_THREADS }; // columns that the block takes at once
 
-// One row by one block of SALA_THREADS; the branch is BF16 in memory, or `splits` partial
+// One row by SALA_NORM_THREADS threads of a block; the branch is BF16 in memory, or `splits` partial
 // sums, or there is none (splits 0, branch NULL). Everything comes into shared memory first, by
 // copies that are all in flight together: [splits, width] FP32, x [width], weight [width]. Small
 // loops on purpose: this code runs once and must be fetched first. Twin: sala__op_norm_row.
 SALA_DEVICE void sala_norm_row(const sala_norm_args *a, const float *partial, int splits, int row) {
-    int width = a->width, thread = (int)threadIdx.x;
+    int width = a->width; // a block may have more threads than work here
+    int thread = threadIdx.x < SALA_NORM_THREADS ? (int)threadIdx.x : width;
     int64_t at = (int64_t)row * width, stride = (int64_t)a->rows * width;
     float *parts = (float *)sala_shared(), *warps = parts + SALA_SHARED / 4 - 32;
     sala_act *x = (sala_act *)(parts + splits * width), *weight = x + width,
              *branch = weight + width;
     const sala_act *from = (const sala_act *)a->weight.data;
 #pragma unroll 1
-    for (int c = thread * 8; c < width; c += SALA_THREADS * 8) {
+    for (int c = thread * 8; c < width; c += SALA_NORM_THREADS * 8) {
         sala_copy16(x + c, a->x + at + c);
         sala_copy16(weight + c, from + c);
         if (splits == 0 && a->branch) sala_copy16(branch + c, a->branch + at + c);
@@ -967,7 +1122,7 @@ SALA_DEVICE void sala_norm_row(const sala_norm_args *a, const float *partial, in
 #pragma unroll 1
     for (int split = 0; split < splits; split++)
 #pragma unroll 2
-        for (int c = thread * 4; c < width; c += SALA_THREADS * 4)
+        for (int c = thread * 4; c < width; c += SALA_NORM_THREADS * 4)
             sala_copy16(parts + split * width + c, partial + split * stride + at + c);
     sala_copy_commit();
     SALA_COPY_WAIT(0);
@@ -1060,32 +1215,36 @@ SALA_DEVICE void sala_gemm_finish(const sala_product_args *a) {
 
 // y = x w^T for up to four weights; or with SwiGLU behind it (gate and up in turn, eight rows each,
 // so the lane that has a gate has its up); or, k split so that a narrow product feeds all
-// multiprocessors, with residual and norm. Grid: min(items, 2 * multiprocessors), 4 bits: items of
-// twice the size, and one block each. Reads the weights once for every SALA_GEMM_TOKENS
-// (SALA_GEMM4_TOKENS) rows of x. Twins: sala__op_gemm, sala__op_gemm_swiglu, sala__op_gemm_norm.
+// multiprocessors, with residual and norm. Grid: min(items, 2 * multiprocessors). Reads the weights
+// once for every SALA_GEMM_TOKENS (4 bits: SALA_GEMM4_TOKENS) rows of x. Twins: sala__op_gemm, sala__op_gemm_swiglu, sala__op_gemm_norm.
 #if SALA_HAS(0)
 extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
     sala_gemm(const __grid_constant__ sala_product_args a) {
     sala_launch_next();
-    sala_gemm_run(&a, 8);
+    sala_gemm_run(&a, false);
     if (a.kind == SALA_PRODUCT_NORM) sala_gemm_finish(&a);
 }
 #else
-extern "C" __global__ void __launch_bounds__(SALA_GEMM4_THREADS, 2)
 #if SALA_HAS(4)
-    sala_gemm_nvfp4(const __grid_constant__ sala_product_args a) {
+#define SALA_NARROW sala_gemm_nvfp4
+#define SALA_NARROW_THREADS SALA_GEMM4_NARROW
+#define SALA_WIDE sala_gemm_nvfp4_wide
 #else
-    sala_gemm_int4(const __grid_constant__ sala_product_args a) {
+#define SALA_NARROW sala_gemm_int4
+#define SALA_NARROW_THREADS SALA_GEMM4_THREADS
+#define SALA_WIDE sala_gemm_int4_wide
 #endif
+extern "C" __global__ void __launch_bounds__(SALA_NARROW_THREADS, 512 / SALA_NARROW_THREADS)
+    SALA_NARROW(const __grid_constant__ sala_product_args a) {
     sala_launch_next();
-    if (a.tokens <= 8)
-        sala_gemm_run(&a, 1);
-    else if (a.tokens <= 16)
-        sala_gemm_run(&a, 2);
-    else if (a.tokens <= 32)
-        sala_gemm_run(&a, 4);
-    else
-        sala_gemm_run(&a, 6);
+    sala_gemm_run(&a, true);
+    if (a.kind == SALA_PRODUCT_NORM) sala_gemm_finish(&a);
+}
+
+extern "C" __global__ void __launch_bounds__(SALA_GEMM4_THREADS, 2)
+    SALA_WIDE(const __grid_constant__ sala_product_args a) {
+    sala_launch_next();
+    sala_gemm_run(&a, false);
     if (a.kind == SALA_PRODUCT_NORM) sala_gemm_finish(&a);
 }
 #endif

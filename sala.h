@@ -7866,23 +7866,27 @@ static void sala__launch_prefill_product(sala__gpu *g, sala_product_args *a) {
     sala__launch_norm(g, &a->norm);
 }
 
-// A product of verify with weights of one format. Blocks take the items in turn; with 4-bit weights
-// an item, and a block, is twice as large.
+// A product of verify with weights of one format. Two blocks a multiprocessor take the items in turn,
+// or one block that is twice as large.
 static void sala__launch_verify_product(sala__gpu *g, sala_product_args *a) {
     const sala_weight *w = a->gemm.w;
-    int four = sala__is_4bit(w->format), rows = four ? SALA_GEMM4_ROWS : SALA_GEMM_ROWS;
-    int tokens = four ? SALA_GEMM4_TOKENS : SALA_GEMM_TOKENS, tiles = 0;
-    int pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1, most = (four ? 1 : 2) * g->multiprocessors;
-    int kernel = w->format == SALA_NVFP4  ? SALA__KERNEL_gemm_nvfp4
-                 : w->format == SALA_INT4 ? SALA__KERNEL_gemm_int4
-                                          : SALA__KERNEL_gemm;
+    int four = sala__is_4bit(w->format), tokens = four ? SALA_GEMM4_TOKENS : SALA_GEMM_TOKENS;
+    int pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1, kernel = SALA__KERNEL_gemm;
+    int rows = SALA_GEMM_ROWS, tiles = 0;
     a->splits = a->kind == SALA_PRODUCT_NORM ? sala_gemm_splits(w->n, w->k) : 1;
-    for (int i = 0; i < a->gemm.count; i++)
-        tiles += a->tiles[i] = (pair * w[i].n + rows - 1) / rows;
+    a->depth = w->k / 64 / a->splits;
     a->row_tiles = (a->gemm.rows + tokens - 1) / tokens;
     a->tokens = tokens;
-    if (four) a->tokens = ((a->gemm.rows + a->row_tiles - 1) / a->row_tiles + 7) / 8 * 8;
+    if (four) { // as many rows of x in each tile, in groups of eight
+        a->tokens = ((a->gemm.rows + a->row_tiles - 1) / a->row_tiles + 7) / 8 * 8;
+        kernel = w->format == SALA_NVFP4 ? SALA__KERNEL_gemm_nvfp4 : SALA__KERNEL_gemm_int4;
+        if (a->tokens > 16) kernel++; // gemm_..._wide
+        if (kernel == SALA__KERNEL_gemm_nvfp4) rows *= 2;
+    }
+    for (int i = 0; i < a->gemm.count; i++)
+        tiles += a->tiles[i] = (pair * w[i].n + rows - 1) / rows;
     a->items = tiles * a->splits * a->row_tiles;
+    int most = 2 * SALA_GEMM_ROWS / rows * g->multiprocessors;
     g->variant = a->kind;
     sala__launch(g, kernel, (unsigned)(a->items < most ? a->items : most), 1, 1,
                  four ? SALA_GEMM4_SHARED : SALA_GEMM_SHARED, a);

@@ -581,7 +581,8 @@ static void test_gemm_4bit(int layout) {
     test_gemm_norm_case(5, 2048, 128, 2);
     test_gemm_norm_case(50, 64, 320, 2);
     test_gemm_norm_alone_case(5, 4, 2048, 64);
-    test_gemm_norm_alone_case(51, 49, 128, 192);
+    test_gemm_norm_alone_case(51, 49, 128, 192); // one of the wide kernel, one of the narrow
+    test_gemm_norm_alone_case(20, 17, 2048, 64);
     if (layout == GEMM_NVFP4) test_gemm_every_count(50, 192, 64);
     if (layout == GEMM_NVFP4) test_gemm_alone_case(70, 60, 10, 64, 64);
     gemm_end();

@@ -34,7 +34,9 @@ static long dynamic_shared(const char *kernel, const sala_dims *m) {
         long bytes;
     } known[] = {{"sala_gemm", SALA_GEMM_SHARED},
                  {"sala_gemm_nvfp4", SALA_GEMM4_SHARED},
+                 {"sala_gemm_nvfp4_wide", SALA_GEMM4_SHARED},
                  {"sala_gemm_int4", SALA_GEMM4_SHARED},
+                 {"sala_gemm_int4_wide", SALA_GEMM4_SHARED},
                  {"sala_norm", SALA_GEMM_SHARED},
                  {"sala_prefill_gemm", SALA_PREFILL_SHARED},
                  {"sala_prefill_fp4", SALA_FP4_SHARED},

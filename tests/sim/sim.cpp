@@ -153,7 +153,7 @@ struct Stack {
 struct Copy { // a cp.async in flight
     void *to;
     const void *from;
-    int group;
+    int group, size;
     bool valid, read; // zeros if not valid; read: the data was taken when it was issued
     unsigned char data[16];
 };
@@ -372,7 +372,7 @@ struct Block {
     std::vector<Warp *> ready; // those with a runnable lane
     uint32_t priority;
     int arrived, barrier_kind, barrier_line, barrier_sum, barrier_result;
-    int team_arrived[2];
+    int team_arrived[4];
 };
 
 static const char *kind_name(int kind) {
@@ -395,6 +395,8 @@ static const char *kind_name(int kind) {
                                         "__syncthreads_count",
                                         "sala_await",
                                         "sala_wait_grid",
+                                        "a team's barrier",
+                                        "a team's barrier",
                                         "a team's barrier",
                                         "a team's barrier"};
     return kind < 0 ? "nothing" : names[kind];
@@ -683,7 +685,7 @@ static void barrier_open(Block *b) {
 static void meet_team(int team, int threads, int line) {
     Fibre *f = self();
     Block *b = f->block;
-    if (team < 0 || team > 1) fail(line, "a block has two teams at most");
+    if (team < 0 || team > 3) fail(line, "a block has four teams at most");
     f->wait = SALA_SIM_TEAM + team;
     f->line = line;
     f->warp->runnable &= ~(1u << f->lane);
@@ -720,17 +722,19 @@ static int barrier(int kind, int line, int predicate) {
 }
 
 // cp.async: from now to its wait the destination holds NaN; the source is read now or then.
-static void copy(void *to, const void *from, bool valid, int line) {
+static void copy(void *to, const void *from, int size, bool valid, int line) {
     Fibre *f = self();
-    if (!in_shared(f->block, to, 16)) fail(line, "cp.async to outside of shared memory");
-    if ((uintptr_t)to % 16) fail(line, "cp.async to an address that is not 16-byte aligned");
-    if (valid && (uintptr_t)from % 16)
-        fail(line, "cp.async from an address that is not 16-byte aligned");
-    if (valid && !memory_holds(from, 16)) fail(line, "cp.async from outside of device memory");
-    Copy c = {to, from, f->groups, valid, false, {0}};
+    if (!in_shared(f->block, to, (size_t)size)) fail(line, "cp.async to outside of shared memory");
+    if ((uintptr_t)to % (unsigned)size)
+        fail(line, "cp.async to an address that is not %d-byte aligned", size);
+    if (valid && (uintptr_t)from % (unsigned)size)
+        fail(line, "cp.async from an address that is not %d-byte aligned", size);
+    if (valid && !memory_holds(from, (size_t)size))
+        fail(line, "cp.async from outside of device memory");
+    Copy c = {to, from, f->groups, size, valid, false, {0}};
     c.read = valid && (random_bits() & 1u << 31);
-    if (c.read) memcpy(c.data, from, 16);
-    memset(to, 0xFF, 16);
+    if (c.read) memcpy(c.data, from, (size_t)size);
+    memset(to, 0xFF, (size_t)size);
     f->copies.push_back(c);
 }
 
@@ -744,8 +748,8 @@ static void copy_wait(int pending, int line) {
     size_t landed = 0;
     for (Copy &c : f->copies) {
         if (c.group >= f->groups - pending) break;
-        if (c.valid && !c.read) memcpy(c.data, c.from, 16);
-        memcpy(c.to, c.data, 16);
+        if (c.valid && !c.read) memcpy(c.data, c.from, (size_t)c.size);
+        memcpy(c.to, c.data, (size_t)c.size);
         landed++;
     }
     f->copies.erase(f->copies.begin(), f->copies.begin() + (long)landed);

@@ -72,7 +72,7 @@ enum sala_sim_kind {
     SALA_SIM_AWAIT,
     SALA_SIM_WAIT_GRID,
     SALA_SIM_TEAM, // one of each team
-    SALA_SIM_TEAM_1
+    SALA_SIM_TEAM_LAST = SALA_SIM_TEAM + 3
 };
 
 // What a lane brings to a rendezvous of its warp, and what it takes away.
@@ -89,7 +89,7 @@ struct sala_sim_api {
     sala_sim_thread *self; // the running thread
     void (*collective)(int kind, int line, unsigned mask, sala_sim_operand *operand);
     int (*barrier)(int kind, int line, int predicate);
-    void (*copy)(void *shared, const void *global, bool valid, int line);
+    void (*copy)(void *shared, const void *global, int size, bool valid, int line);
     void (*copy_commit)(void);
     void (*copy_wait)(int pending, int line);
     void (*check)(const void *global, size_t size, size_t alignment, int line);
@@ -250,7 +250,7 @@ static inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shi
 static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     return (unsigned)(((uint64_t)high << 32 | low) >> (shift & 31));
 }
-static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+static inline unsigned sala_permute(unsigned a, unsigned b, unsigned selector) {
     uint64_t bytes = (uint64_t)b << 32 | a;
     unsigned r = 0;
     for (int i = 0; i < 4; i++) {
@@ -259,6 +259,9 @@ static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
         r |= byte << (8 * i);
     }
     return r;
+}
+static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    return sala_permute(a, b, selector & 0x7777u); // as CUDA's intrinsic
 }
 
 // Floating point: those whose rounding is defined.
@@ -477,11 +480,14 @@ static inline void sala_ldmatrix4_trans(uint32_t r[4], const void *shared, SALA_
     sala_sim->collective(SALA_SIM_LDMATRIX_TRANS, line, 0xFFFFFFFFu, &o);
 }
 static inline void sala_copy16(void *shared, const void *global, SALA_SIM_LINE) {
-    sala_sim->copy(shared, global, true, line);
+    sala_sim->copy(shared, global, 16, true, line);
 }
 static inline void sala_copy16_or_zero(void *shared, const void *global, bool valid,
                                        SALA_SIM_LINE) {
-    sala_sim->copy(shared, global, valid, line);
+    sala_sim->copy(shared, global, 16, valid, line);
+}
+static inline void sala_copy4_or_zero(void *shared, const void *global, bool valid, SALA_SIM_LINE) {
+    sala_sim->copy(shared, global, 4, valid, line);
 }
 static inline void sala_copy_commit(void) {
     sala_sim->copy_commit();
@@ -489,6 +495,9 @@ static inline void sala_copy_commit(void) {
 #define SALA_COPY_WAIT(n) sala_sim->copy_wait(n, __LINE__)
 #define SALA_MEET(threads) __syncthreads()
 #define SALA_MEET_TEAM(team, threads) sala_sim->meet_team((int)(team), threads, __LINE__)
+static inline int sala_here(int x) {
+    return x;
+}
 static inline uint4 sala_load_once(const void *global, SALA_SIM_LINE) {
     sala_sim->check(global, 16, 16, line);
     uint4 v;
