@@ -226,7 +226,8 @@ static void compare_options(cli_args *a) {
 // exit code.
 static int compare_models(cli_args *a, sala **engine, const char *folder, const char *file) {
     cli_buffer own = {0}, tokens = {0};
-    compare_run run[2] = {0}; // the reference, this model
+    compare_run run[2] = {0};  // the reference, this model
+    a->options.prefill = NULL; // was for this model: the reference may have no 4-bit weights
     sala_get_info(*engine, &run[1].info);
     int code = compare_shapes(a, &run[1].info, folder);
     if (code == CLI_OK) code = compare_tokenize(*engine, file, &own);
