@@ -575,6 +575,7 @@ static void test_gemm_4bit(int layout) {
     test_gemm_case(17, 64, 1, logits, 1);
     test_gemm_case(49, 128, 2, several, 0);
     test_gemm_case(3, 1600, 1, wide, 1);
+    test_gemm_case(12, 1600, 1, logits, 1);
     test_gemm_swiglu_case(7, 64, 192);
     test_gemm_swiglu_case(33, 576, 96);
     test_gemm_norm_case(1, 1024, 1088, 2);
