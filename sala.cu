@@ -179,7 +179,7 @@ SALA_DEVICE void sala_copy_commit(void) {
 
 // The same for teams of threads of a block; `team` counts from 0.
 #define SALA_MEET_TEAM(team, threads)                                                              \
-    asm volatile("bar.sync %0, %1;" ::"r"((team) + 1), "n"(threads) : "memory")
+    asm volatile("bar.sync %0, %1;" ::"r"((team) + 1), "r"(threads) : "memory")
 
 // Four bytes of a and b; unlike __byte_perm, bit 3 of a nibble of the selector asks for the sign of the
 // byte, eight times.
@@ -466,37 +466,31 @@ enum {
     SALA_NORM_THREADS = SALA_GEMM_THREADS,
     SALA_SHARED = SALA_GEMM_SHARED,
     SALA_WEIGHTS = 32 * 128, // bytes of 32 rows of weights in a stage
-    SALA_WIDEST = 4          // groups of 8 rows of x of a warp
+    SALA_WIDEST = 4,         // groups of 8 rows of x of a warp
+    SALA_RESULTS = 0
 };
 #else
 enum {
     SALA_NORM_THREADS = SALA_GEMM4_THREADS,
     SALA_SHARED = SALA_GEMM4_SHARED,
     SALA_WEIGHTS = SALA_HAS(4) ? 1024 + 128 : 1024 + 256, // codes, scales
-    SALA_WIDEST = SALA_GEMM4_TOKENS / 8
+    SALA_WIDEST = SALA_GEMM4_TOKENS / 8,
+    SALA_RESULTS = 2048 // floats that teams leave for the sum
 };
 #endif
 enum { SALA_TEAMS = SALA_HAS(0) ? 1 : 4, SALA_CHUNK = SALA_GEMM_K / 64 };
 
 // The shape of a kernel whose stages have room for `wide` groups of 8 rows of x (4 bits): threads of a
-// team, of a block; weight rows of an item; how many results of 8 rows of x there is room for.
+// team; weight rows of an item; results of 8 rows of x.
 SALA_DEVICE constexpr int sala_gemm_team(int wide) {
     return SALA_HAS(0) || (SALA_HAS(4) && wide <= 2) ? 128 : 64;
-}
-
-SALA_DEVICE constexpr int sala_gemm_threads(int wide) {
-    return SALA_TEAMS * sala_gemm_team(wide);
 }
 
 SALA_DEVICE constexpr int sala_gemm_rows(int wide) {
     return SALA_HAS(0) ? SALA_GEMM_ROWS : sala_gemm_team(wide);
 }
 
-SALA_DEVICE constexpr int sala_gemm_areas(int wide) {
-    return sala_gemm_rows(wide) > 64 ? 2 : 4;
-}
-
-SALA_DEVICE constexpr int sala_gemm_result(int wide) { // floats of one
+SALA_DEVICE constexpr int sala_gemm_result(int wide) { // floats of one; there are 2 or 4
     return 8 * sala_gemm_rows(wide);
 }
 
@@ -529,11 +523,9 @@ SALA_DEVICE constexpr int sala_gemm_stage(int wide) {
     return sala_gemm_x(wide) + (SALA_HAS(0) ? SALA_GEMM_TOKENS : wide * 8) * 128;
 }
 
-SALA_DEVICE constexpr int sala_gemm_stages(int wide) { // results and alphas lie behind them
-    return (SALA_SHARED - (SALA_HAS(0) ? 0
-                                       : 4 * sala_gemm_areas(wide) * sala_gemm_result(wide) +
-                                             4 * sala_gemm_rows(wide))) /
-           SALA_TEAMS / sala_gemm_stage(wide);
+SALA_DEVICE constexpr int sala_gemm_stages(int wide) { // results and alphas lie behind the rings
+    return (SALA_SHARED - 4 * (SALA_RESULTS + SALA_RESULTS / 16)) / SALA_TEAMS /
+           sala_gemm_stage(wide);
 }
 
 SALA_DEVICE constexpr int sala_gemm_ring_bytes(int wide) {
@@ -710,9 +702,8 @@ SALA_DEVICE void sala_gemm_stage_of(int, int, int groups, int thread, int slot,
         sala_gemm_multiply(w, x, 1, sum);
 }
 #else
-// Eight codes -> four pairs of BF16 (see sala_code_bits). NVFP4: times 2^-126, the
-// codes' bits being the sign, the last two of the exponent and the first of the mantissa. INT4: 128
-// + code.
+// Eight codes -> four pairs of BF16 (see sala_code_bits). INT4: 128 + code. NVFP4: times 2^-126, a
+// code's bits being the sign, the last two of the exponent and the first of the mantissa.
 SALA_DEVICE void sala_gemm_widen(uint32_t word, uint32_t pair[4]) {
 #if SALA_HAS(5)
     for (int i = 0; i < 4; i++) pair[i] = (word >> 4 * i & 0x000F000Fu) | 0x43004300u;
@@ -845,8 +836,8 @@ SALA_DEVICE float4 sala_gemm_value(int wide, int r, int column, const float *res
     const float *from = result + sala_gemm_place(wide, r, column);
     float4 v = *(const float4 *)from;
 #if !SALA_HAS(0)
-    const int size = sala_gemm_result(wide), areas = sala_gemm_areas(wide);
-    const float4 alpha = *(const float4 *)(result + areas * size + column);
+    const int size = sala_gemm_result(wide), areas = SALA_RESULTS / size;
+    const float4 alpha = *(const float4 *)(result + SALA_RESULTS + column);
     const float repair = SALA_HAS(4) ? 256 : 1;
     float4 u = *(const float4 *)(from + size);
     if (areas == 4) { // the teams 2 and 3 are not in yet
@@ -863,7 +854,7 @@ SALA_DEVICE float4 sala_gemm_value(int wide, int r, int column, const float *res
 // Logits, of a vocabulary of any size.
 SALA_DEVICE void sala_gemm_put_logits(const sala_product_args *a, const sala_gemm_item *at,
                                       int wide, int first, int rows, const float *result) {
-    const int width = sala_gemm_rows(wide), step = sala_gemm_threads(wide) * 4;
+    const int width = sala_gemm_rows(wide), step = SALA_TEAMS * sala_gemm_team(wide) * 4;
     int n = a->gemm.w[at->weight].n;
 #pragma unroll 1
     for (int i = sala_gemm_thread() * 4; i < rows * width; i += step) {
@@ -889,7 +880,8 @@ SALA_DEVICE void sala_gemm_put(const sala_product_args *a, const sala_gemm_item 
         return;
     }
 #pragma unroll 1
-    for (int i = sala_gemm_thread() * 4; i < rows * width; i += sala_gemm_threads(wide) * 4) {
+    for (int i = sala_gemm_thread() * 4; i < rows * width;
+         i += SALA_TEAMS * sala_gemm_team(wide) * 4) {
         int r = i / width, from = i & (width - 1);
         int column = at->tile * width + from;
         int64_t place = (int64_t)(at->row + first + r) * n + column;
@@ -941,13 +933,13 @@ SALA_DEVICE void sala_gemm_store(const sala_product_args *a, const sala_gemm_ite
     __syncthreads();
     sala_gemm_put(a, at, wide, 0, rows, result);
 #else
-    const int areas = sala_gemm_areas(wide), size = sala_gemm_result(wide);
+    const int size = sala_gemm_result(wide), areas = SALA_RESULTS / size;
     int team = thread / sala_gemm_team(wide), column = thread % sala_gemm_team(wide) & ~31;
     (void)groups;
 #pragma unroll 1
     for (int first = 0; first < rows; first += 8) {
         __syncthreads(); // the rows before are written
-        if (thread < sala_gemm_rows(wide)) result[areas * size + thread] = alpha;
+        if (thread < sala_gemm_rows(wide)) result[SALA_RESULTS + thread] = alpha;
         float *area = result + team % areas * size;
         if (team < areas) sala_gemm_lay(wide, sum[0], 0, column, false, area);
         if (areas == 2) {
@@ -963,24 +955,17 @@ SALA_DEVICE void sala_gemm_store(const sala_product_args *a, const sala_gemm_ite
 #endif
 }
 
-// Wait until all but the latest n (a constant) of this thread's groups of copies are there.
+// Wait until all but the latest n (0, 1, 2 or 4) of this thread's groups of copies are there.
 SALA_DEVICE void sala_gemm_wait(int n) {
     if (n == 0) SALA_COPY_WAIT(0);
     if (n == 1) SALA_COPY_WAIT(1);
     if (n == 2) SALA_COPY_WAIT(2);
-    if (n == 3) SALA_COPY_WAIT(3);
     if (n == 4) SALA_COPY_WAIT(4);
-    if (n == 5) SALA_COPY_WAIT(5);
-    if (n == 6) SALA_COPY_WAIT(6);
 }
 
 SALA_DEVICE void sala_gemm_meet(int wide) { // the team
-    if (SALA_TEAMS == 1)
-        __syncthreads();
-    else if (sala_gemm_team(wide) == 64)
-        SALA_MEET_TEAM(threadIdx.x / 64, 64);
-    else
-        SALA_MEET_TEAM(threadIdx.x / 128, 128);
+    if (SALA_TEAMS == 1) __syncthreads();
+    if (SALA_TEAMS > 1) SALA_MEET_TEAM(threadIdx.x / sala_gemm_team(wide), sala_gemm_team(wide));
 }
 
 // Stages between two barriers.
@@ -1216,7 +1201,8 @@ SALA_DEVICE void sala_gemm_finish(const sala_product_args *a) {
 // y = x w^T for up to four weights; or with SwiGLU behind it (gate and up in turn, eight rows each,
 // so the lane that has a gate has its up); or, k split so that a narrow product feeds all
 // multiprocessors, with residual and norm. Grid: min(items, 2 * multiprocessors). Reads the weights
-// once for every SALA_GEMM_TOKENS (4 bits: SALA_GEMM4_TOKENS) rows of x. Twins: sala__op_gemm, sala__op_gemm_swiglu, sala__op_gemm_norm.
+// once for every SALA_GEMM_TOKENS (4 bits: SALA_GEMM4_TOKENS) rows of x. Twins:
+// sala__op_gemm, sala__op_gemm_swiglu, sala__op_gemm_norm.
 #if SALA_HAS(0)
 extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
     sala_gemm(const __grid_constant__ sala_product_args a) {
