@@ -36,7 +36,8 @@ LAPACKE := $(if $(shell printf '\043include <lapacke.h>\n\043include <cblas.h>\n
 quantize: sala-quantize
 
 sala-quantize: tools/quantize.c tools/gptq.h sala.h sala.cu kernels.h tools/cli.h | $(B)
-	$(CC) $(CFLAGS) -MF $(B)/quantize.d -o $@ tools/quantize.c $(or $(LAPACKE),-llapacke -lopenblas) $(LDLIBS)
+	@test -n "$(LAPACKE)" || { echo "lapacke.h and cblas.h are missing: apt-get install liblapacke-dev libopenblas-dev" >&2; exit 1; }
+	$(CC) $(CFLAGS) -MF $(B)/quantize.d -o $@ tools/quantize.c $(LAPACKE) $(LDLIBS)
 
 $(B)/test_quantize: LDLIBS += $(LAPACKE)
 $(B)/test_quantize: tools/quantize.c tools/gptq.h tools/cli.h

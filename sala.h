@@ -33,8 +33,8 @@
 
     LIMITS
     - Models: MiniCPM-SALA checkpoints as Hugging Face folders (config.json, safetensors,
-      tokenizer.json); BF16, F16 or F32 tensors. Nothing else is guessed at: what is not understood
-      is refused by name.
+      tokenizer.json); BF16, F16 or F32 tensors, linear layers also in 4 bits: NVFP4 as ModelOpt and
+      compressed-tensors write it, INT4 as GPTQ does. What is not understood is refused by name.
     - Little-endian 64-bit POSIX systems with GCC or Clang. Not Windows.
     - GPUs: NVIDIA, compute capability 8.0 or newer, driver 12.0 or newer, NVRTC as a library. Head
       width 128 and blocks of 32/16/64 as released; other shapes run on the CPU.
@@ -9465,8 +9465,10 @@ static int sala__request_prompt(sala *s, const sala_request *ask, sala__request 
         return r->tokens ? 0 : SALA_E_MEMORY;
     }
     if (!s->has_tokenizer)
-        return sala__fail(err, SALA_E_STATE,
-                          "this model has no tokenizer.json: give token ids instead of text");
+        return sala__fail(
+            err, SALA_E_STATE,
+            "this model has no tokenizer.json: give token ids instead of text (sala bench "
+            "and sala logits do)");
     size_t bytes = ask->text_bytes ? ask->text_bytes : strlen(ask->text);
     int flags = SALA_PARSE_SPECIAL | (ask->sequence ? 0 : SALA_ADD_BOS);
     r->token_count = sala__encode(&s->tokenizer, ask->text, bytes, flags, &r->tokens, err);

@@ -37,6 +37,10 @@ make -j4 build/fp4_probe build/test_prefill >build/fp4-first-run-build.log 2>&1 
     exit 1
 }
 run "the instruction and the conversion" build/fp4_probe "$SALA_TEST_GPU"
+[ $failed -eq 0 ] || { # it counts what differs, and fails only without a device
+    echo "fp4_first_run.sh: no GPU could be used, so nothing else is run; $log says why" >&2
+    exit 1
+}
 run "products of W4A4 against their C twins" build/test_prefill fp4
 [ "${1:-}" = --quick ] || run "everything else" sh tools/gpu_check.sh all
 echo "$failed of these failed; all of it is in $log"

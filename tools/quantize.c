@@ -266,6 +266,18 @@ static int quant_wanted(const quant_settings *s, const sala__item *item) {
     return 1;
 }
 
+static int quant_keeps(quantiser *q, const char *pattern) { // does it fit any?
+    sala *s = q->engine;
+    quant_settings one = {0};
+    sala__item item;
+    one.keep[0] = pattern;
+    one.keep_count = 1;
+    for (int i = 0; i < sala__item_count(&s->config); i++)
+        if (sala__item_at(&s->config, &s->weights, i, &item) && quant_wanted(&one, &item) == 0)
+            return 1;
+    return 0;
+}
+
 static uint64_t quant_place(uint64_t *at, int64_t bytes) { // a stretch of a layer's memory
     uint64_t here = (*at + 63) / 64 * 64;
     *at = here + (uint64_t)bytes;
@@ -1109,7 +1121,7 @@ enum {
 static const cli_option quant_options[] = {
     {QUANT_FORMAT, "format", "NAME", "nvfp4 (default) or int4"},
     {QUANT_METHOD, "method", "NAME", "gptq (default), or rtn: round to nearest"},
-    {QUANT_CALIB, "calib", "FILE", "calibration text: plain, or lines of JSON (see below)"},
+    {QUANT_CALIB, "calib", "FILE", "calibration text: plain, or lines of JSON (see above)"},
     {QUANT_LENGTH, "length", "N", "tokens of a calibration sequence (default 2048)"},
     {QUANT_SAMPLES, "samples", "N", "sequences at most (default 64)"},
     {QUANT_FOUR_SIX, "four-over-six", "RULE",
@@ -1256,6 +1268,12 @@ static int quant_open(quantiser *q, sala_options *o) {
                             item.name, item.k, q->set.group);
     }
     if (!wanted) return cli_fail(CLI_FAILED, "--keep leaves nothing to be quantised");
+    for (int i = 0; i < q->set.keep_count; i++)
+        if (!quant_keeps(q, q->set.keep[i]))
+            return cli_fail(CLI_USAGE,
+                            "--keep '%s' fits no matrix of a layer; they have names like "
+                            "model.layers.0.mlp.down_proj",
+                            q->set.keep[i]);
     if (sala_check_weights(s, &err) < 0) return cli_fail(CLI_FAILED, "%s", err.text);
     for (size_t i = 0; i < s->checkpoint.tensor_count; i++) {
         const sala__tensor *t = &s->checkpoint.tensors[i];
