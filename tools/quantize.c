@@ -1362,6 +1362,9 @@ static int quant_main(int argc, char **argv) {
         cli_fail(0, "stopped; the same command goes on with %s.partial", q.set.out);
     else if (code == CLI_OK)
         code = cli_flush();
+    if (code == CLI_OK && !cli_quiet)
+        fprintf(stderr, "sala: %s is there, in %.0f s; sala info -m %s --check --against %s\n",
+                q.set.out, cli_now() - q.started, q.set.out, q.set.in);
     quant_free(&q);
     cli_end(&args);
     return code;
