@@ -2271,6 +2271,15 @@ static int sala__bind_refusals(sala__binder *b, const sala__source *s) {
     return 0;
 }
 
+// Nobody can say which is meant where a file has a layer and the whole that it is a part of.
+static int sala__bind_once(sala__binder *b, const sala__source *s) {
+    sala__source whole = *s;
+    if (s->parts > 1 || !sala__source_fuse(b->w, &whole) || !sala__source_kind(b->ck, whole.base))
+        return 0;
+    return sala__fail(b->err, SALA_E_MODEL, "%s: %s is there by itself and as a part of %s",
+                      b->ck->folder, s->own, whole.base);
+}
+
 // Give one weight its place. Returns 1 if no tensor has it.
 static int sala__bind_item(sala__binder *b, const sala__item *item) {
     sala__source s;
@@ -2278,6 +2287,7 @@ static int sala__bind_item(sala__binder *b, const sala__item *item) {
     if (!s.kind) return 1;
     if (s.kind == SALA__PLAIN && item->k == 1) return sala__bind_plain(b, &s);
     int code = sala__bind_refusals(b, &s);
+    if (code == 0) code = sala__bind_once(b, &s);
     if (code < 0) return code;
     b->found[s.kind]++;
     if (s.kind == SALA__PLAIN) return sala__bind_plain(b, &s);
@@ -2380,6 +2390,13 @@ static int sala__check_nvfp4(sala__binder *b, const sala__source *s) {
                           b->ck->folder, s->own, size,
                           divisor ? "weight_global_scale" : "weight_scale_2",
                           divisor ? "divisor" : "factor", divisor ? "factor" : "divisor");
+    // An input scale is the inputs' largest magnitude / 2688: 1e-5 to 10.
+    if (w->input_scale > 0 && (w->input_scale > 100 || w->input_scale < 1e-9f))
+        return sala__fail(b->err, SALA_E_MODEL,
+                          "%s: the inputs of %s reach %g, as its %s has it: that must be a %s",
+                          b->ck->folder, s->own, 2688.0 * (double)w->input_scale,
+                          divisor ? "input_global_scale" : "input_scale",
+                          divisor ? "divisor" : "factor");
     return 0;
 }
 

@@ -563,6 +563,11 @@ static void refusals(void) {
     CHECK(run("/nowhere", in_folder("out"), "--calib CONTRIBUTING.md") == 1, "%s", said);
     CHECK(run(TINY, in_folder("none/out"), SMALL) == 3 && strstr(said, "cannot create"), "%s",
           said);
+    CHECK(run(TINY, "", SMALL) == 2 && strstr(said, "name of a folder"), "%s", said);
+    // Killed before it wrote anything: an empty OUT.partial is in nobody's way.
+    CHECK(mkdir(in_folder("out.partial"), 0777) == 0 &&
+              run(TINY, in_folder("out"), "--method rtn --keep *.[1-7].*") == 0,
+          "%s", said);
     folder_remove();
 }
 

@@ -497,6 +497,10 @@ static void fault(int number, quant_model *m) {
     case 47: poke(m, L0 ".g_idx", 4 * 40, 2); break;
     case 48: reshape(m, L0 ".g_idx", "I32", 1, 63, 0); break;
     case 49: poke(m, L0 ".scales", 2 * (64 + 9), 0x7FC0); break;
+    case 50: tensor_of(m, L1 ".input_scale")->values[0] = 600; break;
+    case 51: tensor_of(m, L1 ".input_scale")->values[0] = 1e-45f; break;
+    case 52: tensor_of(m, L1 ".input_global_scale")->values[0] = 0.002f; break;
+    case 53: add(m, "model.layers.0.self_attn.qkv_proj", "weight", "U8", 1); break;
     }
 }
 
@@ -558,6 +562,11 @@ static void faults(void) {
         {G, "tensor " L0 ".g_idx: input 40 is in group 2: activation order (desc_act)", NULL},
         {G, "tensor " L0 ".g_idx has shape [63], expected [64]", NULL},
         {G, "tensor " L0 ".scales: group 1, output 9 is NaN or infinite", NULL},
+        {M, "the inputs of " L1 " reach 1.6128e+06, as its input_scale has it", "must be a factor"},
+        {M, "the inputs of " L1 " reach ", NULL},
+        {C, "the inputs of " L1 " reach 1.344e+06, as its input_global_scale has it",
+         "must be a divisor"},
+        {M, L0 " is there by itself and as a part of model.layers.0.self_attn.qkv_proj", NULL},
     };
     for (int i = 0; i < (int)(sizeof cases / sizeof *cases); i++) {
         quant_options o = {.kind = cases[i].kind, .group = 32, .g_idx = 1};

@@ -486,6 +486,7 @@ static int quant_open_partial(quantiser *q) {
     snprintf(made_of, sizeof made_of, "made of %016llx\n", (unsigned long long)q->made_of);
     quant_describe(&q->set, &want);
     cli_append(&want, made_of, strlen(made_of));
+    rmdir(folder); // an empty one is of a run that was killed before it wrote its settings
     if (mkdir(folder, 0777) == 0) {
         code = quant_write_file(file, want.data, want.size);
         if (code != CLI_OK) rmdir(folder);
@@ -1235,6 +1236,7 @@ static int quant_check(quant_settings *s) {
     if (s->four_six < 0) s->four_six = int4 ? QUANT_OFF : s->gptq ? QUANT_GPTQ : QUANT_MSE;
     if (!s->group) s->group = int4 ? 128 : 16;
     if (!s->calib) s->length = s->samples = 0;
+    if (!*s->out) return cli_fail(CLI_USAGE, "OUT must be the name of a folder");
     if (lstat(s->out, &st) == 0)
         return cli_fail(CLI_FAILED, "%s exists: name another output", s->out);
     return CLI_OK;
