@@ -2118,6 +2118,13 @@ static int sala__bind_nvfp4(sala__binder *b, const sala__source *s) {
         code = sala__global_scale(b, s, divisor ? "input_global_scale" : "input_scale", divisor,
                                   &input);
     if (code < 0) return code;
+    // It is the inputs' largest magnitude / 2688: 1e-5 to 10.
+    if (code > 0 && (input > 100 || input < 1e-9f))
+        return sala__fail(b->err, SALA_E_MODEL,
+                          "%s: the inputs of %s reach %g, as its %s has it: that must be a %s",
+                          b->ck->folder, s->own, 2688.0 * (double)input,
+                          divisor ? "input_global_scale" : "input_scale",
+                          divisor ? "divisor" : "factor");
     float *alpha =
         (float *)sala__weights_take(b->env, b->w, (size_t)n * 4, "factors of rows", b->err);
     if (!alpha) return SALA_E_MEMORY;
@@ -2390,13 +2397,6 @@ static int sala__check_nvfp4(sala__binder *b, const sala__source *s) {
                           b->ck->folder, s->own, size,
                           divisor ? "weight_global_scale" : "weight_scale_2",
                           divisor ? "divisor" : "factor", divisor ? "factor" : "divisor");
-    // An input scale is the inputs' largest magnitude / 2688: 1e-5 to 10.
-    if (w->input_scale > 0 && (w->input_scale > 100 || w->input_scale < 1e-9f))
-        return sala__fail(b->err, SALA_E_MODEL,
-                          "%s: the inputs of %s reach %g, as its %s has it: that must be a %s",
-                          b->ck->folder, s->own, 2688.0 * (double)w->input_scale,
-                          divisor ? "input_global_scale" : "input_scale",
-                          divisor ? "divisor" : "factor");
     return 0;
 }
 
@@ -2462,8 +2462,8 @@ static int sala__check_4bit(const sala__config *c, sala__weights *w, sala_error 
     return 0;
 }
 
-// NVFP4 weights that read the same x get one input_scale, so that x is quantised once for all: the
-// largest, or none where one has none.
+// Weights that read the same x get one input_scale, so that x is quantised once for all: the
+// largest, or none where one has none. Those that are not NVFP4 read x itself.
 static void sala__share_input_scales(const sala__config *c, sala__weights *w) {
     for (int i = 0; i < c->dims.layers; i++) {
         sala__layer *l = &w->layers[i];

@@ -154,7 +154,8 @@ static void compare_inputs(const char *what, const quant_model *m, loaded *l) {
         for (int t = 0; t < m->layer_count; t++) {
             const quant_layer *q = &m->layers[t];
             if (q->item.layer != i || q->item.k == 1) continue;
-            float x = quant_is_nvfp4(q) && !m->o.weight_only ? q->input : 0;
+            if (!quant_is_nvfp4(q)) continue; // reads x as it is
+            float x = m->o.weight_only ? 0 : q->input;
             const char *name = strstr(q->item.name, "layers.");
             if (strstr(name, "q_proj") || strstr(name, "k_proj") || strstr(name, "v_proj") ||
                 strstr(name, "z_proj") || strstr(name, "o_gate")) {
@@ -169,16 +170,16 @@ static void compare_inputs(const char *what, const quant_model *m, loaded *l) {
         if (missing) most = 0;
         if (pair < 0) pair = 0;
         // A divisor is rounded when it is written and again when it is read.
-        float slack = m->o.kind == SALA__COMPRESSED ? 1e-6f : 0;
-        const float have[] = {w->q.input_scale,        w->k.input_scale,
-                              w->v.input_scale,        w->gate.input_scale,
-                              w->mlp_gate.input_scale, w->mlp_up.input_scale,
-                              w->mlp_down.input_scale};
+        float slack = m->o.kind == SALA__COMPRESSED || !m->o.kind ? 1e-6f : 0;
+        const sala_weight *have[] = {&w->q,        &w->k,      &w->v,       &w->gate,
+                                     &w->mlp_gate, &w->mlp_up, &w->mlp_down};
         const float want[] = {most, most, most, most, pair, pair, down};
-        for (int x = 0; x < 7; x++)
-            CHECK(fabsf(have[x] - want[x]) <= slack * want[x],
-                  "%s: layer %d: input scale %d is %g, not %g", what, i, x, (double)have[x],
-                  (double)want[x]);
+        for (int x = 0; x < 7; x++) {
+            float scale = have[x]->format == SALA_NVFP4 ? want[x] : 0;
+            CHECK(fabsf(have[x]->input_scale - scale) <= slack * scale,
+                  "%s: layer %d: input scale %d is %g, not %g", what, i, x,
+                  (double)have[x]->input_scale, (double)scale);
+        }
     }
 }
 
@@ -263,7 +264,7 @@ static void layouts(void) {
         if (code == 0) {
             char format[64], kinds[160];
             compare(v->what, &m, &l);
-            if (v->o.kind) compare_inputs(v->what, &m, &l);
+            compare_inputs(v->what, &m, &l);
             sala__formats_name(&l.config, &l.weights, format, kinds);
             CHECK(strcmp(format, v->format) == 0, "%s: %s, %s", v->what, format, kinds);
             CHECK(counted.notes == 0, "%s: %d notes", v->what, counted.notes);
@@ -498,7 +499,7 @@ static void fault(int number, quant_model *m) {
     case 48: reshape(m, L0 ".g_idx", "I32", 1, 63, 0); break;
     case 49: poke(m, L0 ".scales", 2 * (64 + 9), 0x7FC0); break;
     case 50: tensor_of(m, L1 ".input_scale")->values[0] = 600; break;
-    case 51: tensor_of(m, L1 ".input_scale")->values[0] = 1e-45f; break;
+    case 51: tensor_of(m, L0 ".input_scale")->values[0] = 1e-45f; break;
     case 52: tensor_of(m, L1 ".input_global_scale")->values[0] = 0.002f; break;
     case 53: add(m, "model.layers.0.self_attn.qkv_proj", "weight", "U8", 1); break;
     }
@@ -563,7 +564,7 @@ static void faults(void) {
         {G, "tensor " L0 ".g_idx has shape [63], expected [64]", NULL},
         {G, "tensor " L0 ".scales: group 1, output 9 is NaN or infinite", NULL},
         {M, "the inputs of " L1 " reach 1.6128e+06, as its input_scale has it", "must be a factor"},
-        {M, "the inputs of " L1 " reach ", NULL},
+        {M, "the inputs of " L0 " reach ", NULL},
         {C, "the inputs of " L1 " reach 1.344e+06, as its input_global_scale has it",
          "must be a divisor"},
         {M, L0 " is there by itself and as a part of model.layers.0.self_attn.qkv_proj", NULL},
