@@ -73,7 +73,7 @@ int main(int argc, char **argv) {
     quant_make(argv[1], &o, &m);
     for (int i = 0; i < m.layer_count && (o.kind == SALA__GPTQ || !o.kind); i++) {
         const quant_layer *l = &m.layers[i];
-        if (l->kind == SALA__GPTQ && o.group > 0 && l->group != o.group)
+        if (l->kind == SALA__GPTQ && o.group > 0 && (l->group != o.group || l->item.k % l->group))
             return fail(l->item.name, "its inputs are no multiple of the group");
     }
     if (mkdir(argv[2], 0777) < 0) return fail(argv[2], strerror(errno));

@@ -154,7 +154,8 @@ roofline_fma_loop(void *context, int thread, int threads) {
     roofline_floats a, b, s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11;
     (void)threads;
     // The sums stay near thread + 1: with b = 0 they would become subnormal, which is slow.
-    for (int i = 0; i < ROOFLINE_VECTOR / 4; i++) a[i] = 0.999f, b[i] = 0.001f * (float)(thread + 1);
+    for (int i = 0; i < ROOFLINE_VECTOR / 4; i++)
+        a[i] = 0.999f, b[i] = 0.001f * (float)(thread + 1);
     s0 = a, s1 = s0 + a, s2 = s1 + a, s3 = s2 + a, s4 = s3 + a, s5 = s4 + a;
     s6 = s5 + a, s7 = s6 + a, s8 = s7 + a, s9 = s8 + a, s10 = s9 + a, s11 = s10 + a;
     for (int step = 0; step < ROOFLINE_FMA_STEPS; step++) {
