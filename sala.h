@@ -81,8 +81,8 @@
    - Zero means default in every options field, so start from zeroed memory.
    -------------------------------------------------------------------------------------------- */
 
-#define SALA_VERSION "0.3.0"
-#define SALA_VERSION_NUMBER 300 // major * 10000 + minor * 100 + patch
+#define SALA_VERSION "0.4.0"
+#define SALA_VERSION_NUMBER 400 // major * 10000 + minor * 100 + patch
 
 #ifdef SALA_STATIC
 #define SALA_API static __attribute__((unused))

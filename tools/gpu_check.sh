@@ -38,6 +38,7 @@ step() {
     began=$(date +%s.%N)
     timeout "$limit" "$@" >"$out/$name.log" 2>&1
     status=$?
+    { echo "== $name: $*" && cat "$out/$name.log"; } >>"$out/gpu-check.log" # all in one file
     tail -n "${SHOW:-12}" "$out/$name.log" | sed 's/^/    /'
     if [ $status -eq 0 ]; then
         passed=$((passed + 1))
