@@ -708,7 +708,7 @@ static int info_show(cli_args *a, int check, const char *text, const char *again
     }
     if (a->json)
         info_json(&info, path);
-    else
+    else if (!against)
         info_print(&info, path);
     if (a->json) printf(", \"fits\": %s", fits ? "true" : "false");
     if (a->json && check) printf(", \"weights_finite\": true");

@@ -10698,6 +10698,7 @@ SALA_API int sala_check_weights(sala *s, sala_error *err) {
 
 /*
     HISTORY
+      0.4.0  four bits: NVFP4 and INT4 checkpoints, W4A16 and W4A4, the quantiser
       0.3.0  CUDA: kernels of prefill
       0.2.0  CUDA: kernels of the verify pass in BF16, compiled at run time
       0.1.0  the CPU: loader, tokenizer, sampler, prefill and verify, events

@@ -157,12 +157,13 @@ static void compare_print(const compare_run *a, const compare_run *b, const int3
     }
     compare_kl kl = compare_logits(a->logits, b->logits, count, a->info.vocab, tokens);
     double same = (double)kl.same / (double)count;
-    printf(
-        json ? "], \"kl\": %.8f, \"kl_worst\": %.8f, \"kl_token\": %lld, \"same_choice\": %.6f, "
-               "\"nats\": %.6f, \"nats_against\": %.6f}"
-             : "  logits: KL divergence %.6f nats, at worst %.6f (token %lld); both choose the "
-               "same for %.2f %% of the\n  tokens; the text costs %.4f nats a token, there %.4f\n",
-        kl.mean, kl.worst, (long long)kl.at, json ? same : 100 * same, kl.nats[1], kl.nats[0]);
+    printf(json ? "], \"kl\": %.8f, \"kl_worst\": %.8f, \"kl_token\": %lld, \"same_choice\": %.6f, "
+                  "\"nats\": %.6f, \"nats_against\": %.6f}"
+                : "  logits: KL divergence %.6f nats, at worst %.6f (token %lld); both choose the "
+                  "same for %.2f %% of the\n  tokens; the text costs %.4f nats a token, there %.4f "
+                  "(a perplexity %.4f times as high)\n",
+           kl.mean, kl.worst, (long long)kl.at, json ? same : 100 * same, kl.nats[1], kl.nats[0],
+           exp(kl.nats[1] - kl.nats[0])); // (JSON leaves it out)
 }
 
 // Is the other model, which is not open yet, of the same geometry? Returns an exit code.
