@@ -5679,6 +5679,7 @@ static void sala__quant_widen(const sala_gemm_args *a, const sala_weight *w, int
                               int col, int from, int depth, float *x, float *turned) {
     for (int r = 0; r < rows; r++) {
         sala__row4 walk;
+        memset(&walk, 0, sizeof walk);
         walk.codes = a->qx.codes + (size_t)(row + r) * (size_t)w->k / 2;
         for (int k = from; k < from + depth; k += 16) {
             walk.scale = sala_e4m3_f32(a->qx.scales[sala_quant_place(&a->qx, row + r, k)]);
@@ -5841,7 +5842,7 @@ static inline sala__v16 sala__round16(sala__v16 v) { // to the activation type a
 static void sala__op_norm_row(void *context, int64_t r, int thread) {
     const sala_norm_args *a = (const sala_norm_args *)context;
     (void)thread;
-    sala_act *x = a->x + r * a->width, *y = a->y ? a->y + r * a->width : NULL, rounded[16];
+    sala_act *x = a->x + r * a->width, *y = a->y ? a->y + r * a->width : NULL, rounded[16] = {0};
     if (a->branch) {
         const sala_act *b = a->branch + r * a->width;
         sala__v16 scale = sala__set16(a->scale);
