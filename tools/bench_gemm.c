@@ -127,7 +127,9 @@ static void bench_add_layer(bench_gemms *g, const sala__layer *w, int single) {
     const sala_weight *gate = &w->mlp_gate, *down = &w->mlp_down;
     const sala_weight *all[] = {&w->q, &w->k, &w->v, &w->gate, &w->o, &w->mlp_gate, &w->mlp_down};
     if (!single) {
-        bench_add_product(g, w->gate.data ? "q k v gate" : "q k v", SALA_PRODUCT_PLAIN,
+        const char *const names[2][2] = {{"lightning q k v", "lightning q k v gate"},
+                                         {"sparse q k v", "sparse q k v gate"}};
+        bench_add_product(g, names[w->sparse != 0][w->gate.data != NULL], SALA_PRODUCT_PLAIN,
                           w->gate.data ? 4 : 3, mixer, NULL, NULL);
         bench_add_product(g, "o, norm", SALA_PRODUCT_NORM, 1, &o, NULL, &w->post_norm);
         bench_add_product(g, "gate up, SwiGLU", SALA_PRODUCT_SWIGLU, 1, &gate, &w->mlp_up, NULL);
