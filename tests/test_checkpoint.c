@@ -3,39 +3,12 @@
 // The loader: good models give exact numbers, and every way in which a file can be wrong gives its
 // own message. Hostile files are written into a temporary folder, one case at a time.
 #include "check.h"
+#include "counted.h"
 #include <dirent.h>
 
 // ---- helpers: counted memory, a temporary folder ----
 
-typedef struct counter {
-    int64_t live;
-    int calls, fail_at;
-    int warnings, notes;
-} counter;
-
 static counter counted;
-
-static void *counting(void *user, void *pointer, size_t size) {
-    counter *c = (counter *)user;
-    if (size == 0) {
-        c->live -= pointer != NULL;
-        free(pointer);
-        return NULL;
-    }
-    if (++c->calls == c->fail_at) return NULL;
-    void *p = realloc(pointer, size);
-    c->live += p && !pointer;
-    return p;
-}
-
-static void logging(void *user, int level, const char *line) {
-    counter *c = (counter *)user;
-    (void)line;
-    if (level == SALA_LOG_WARNING)
-        c->warnings++;
-    else
-        c->notes++;
-}
 
 static const sala__env env = {&counted, counting, logging, NULL};
 

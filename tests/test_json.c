@@ -2,6 +2,7 @@
 #include "../sala.h"
 // The JSON parser: what it takes, what it refuses, and that numbers are the nearest double.
 #include "check.h"
+#include "counted.h"
 #include <locale.h>
 
 static sala__env env; // no hooks
@@ -397,24 +398,6 @@ static void other_locale(void) { // a host program may have set one whose decima
     setlocale(LC_NUMERIC, "C");
 }
 
-typedef struct counter {
-    int64_t live;
-    int calls, fail_at;
-} counter;
-
-static void *counting(void *user, void *pointer, size_t size) {
-    counter *c = (counter *)user;
-    if (size == 0) {
-        c->live -= pointer != NULL;
-        free(pointer);
-        return NULL;
-    }
-    if (++c->calls == c->fail_at) return NULL;
-    void *p = realloc(pointer, size);
-    c->live += p && !pointer;
-    return p;
-}
-
 static void failing_memory(void) {
     sala__string s = {NULL, 0, 0};
     for (int i = 0; i < 200; i++)
@@ -422,7 +405,7 @@ static void failing_memory(void) {
     sala__append(&env, &s, "]", 1, NULL);
     int done = 0, n = 1;
     for (; n < 100 && !done; n++) {
-        counter c = {0, 0, n};
+        counter c = {0, 0, 0, n, 0, 0};
         sala__env hooks = {&c, counting, NULL, NULL};
         sala__json j;
         sala_error err;

@@ -3,37 +3,14 @@
 // Loading of 4-bit checkpoints: models in every layout, written by quant_files.h, give exactly the numbers that
 // were written, and what their unquantised copies compute; faults have their own messages.
 #include "check.h"
+#include "counted.h"
 #include "model.h"
 #include "quant_files.h"
 #include <dirent.h>
 
 // ---- a folder and counted memory ----
 
-typedef struct counter {
-    int64_t live, bytes; // allocations that live; bytes asked for so far
-    int calls, fail_at, notes;
-} counter;
-
 static counter counted;
-
-static void *counting(void *user, void *pointer, size_t size) {
-    counter *c = (counter *)user;
-    if (size == 0) {
-        c->live -= pointer != NULL;
-        free(pointer);
-        return NULL;
-    }
-    if (++c->calls == c->fail_at) return NULL;
-    c->bytes += (int64_t)size;
-    void *p = realloc(pointer, size);
-    c->live += p && !pointer;
-    return p;
-}
-
-static void logging(void *user, int level, const char *line) {
-    (void)level, (void)line;
-    ((counter *)user)->notes++;
-}
 
 static const sala__env env = {&counted, counting, logging, NULL};
 
