@@ -141,9 +141,9 @@ typedef struct sala_options {
     int hidden_states; // 1: those events also hold hidden states and selected blocks
     int synthetic;     // 1: `path` is a config.json; weights are made by a hash, no tokenizer
     uint64_t synthetic_seed;
-    const char
-        *weights; // of a synthetic model: "bf16" (default), "nvfp4", "int4": the linear layers;
-                  // "nvfp4-head": those and the head
+    // Of a synthetic model: "bf16" (default), "nvfp4", "int4": the linear layers; "nvfp4-head": those
+    // and the head.
+    const char *weights;
     const char *prefill;       // of NVFP4 weights, see sala_info: "auto" (default: W4A4 where the
                                // device has FP4 tensor cores and all weights input scales), "w4a4"
                                // (elsewhere an exact emulation, slow), "w4a16"
@@ -1883,11 +1883,15 @@ static inline int sala__is_4bit(int32_t format) {
     return format == SALA_NVFP4 || format == SALA_INT4;
 }
 
+static inline int sala__scale_size(int32_t format) { // bytes of a 4-bit weight's scale
+    return format == SALA_INT4 ? 2 : 1;
+}
+
 static int64_t sala__weight_bytes(const sala_weight *w) { // scales, zeros and alpha included
     int64_t elements = (int64_t)w->n * w->k;
     if (!sala__is_4bit(w->format)) return elements * (w->format == SALA_F32 ? 4 : 2);
     int64_t groups = elements / w->group, bytes = elements / 2 + (w->alpha ? 4 * w->n : 0);
-    return bytes + groups * (w->format == SALA_INT4 ? 2 : 1) + (w->zero ? groups : 0);
+    return bytes + groups * sala__scale_size(w->format) + (w->zero ? groups : 0);
 }
 
 static void sala__weights_free_blocks(const sala__env *env, sala__weights *w) {
@@ -2450,18 +2454,6 @@ static int sala__bind_rest(const sala__env *env, sala__checkpoint *ck, sala_erro
                               "have no place in the model that config.json describes", err);
 }
 
-// Only matrices of the layers and the head may be 4-bit.
-static int sala__check_4bit(const sala__config *c, sala__weights *w, sala_error *err) {
-    sala__item item;
-    for (int i = 0; i < sala__item_count(c); i++)
-        if (sala__item_at(c, w, i, &item) && sala__is_4bit(item.weight->format) &&
-            (item.k == 1 || item.weight == &w->embed))
-            return sala__fail(err, SALA_E_MODEL,
-                              "tensor %s is 4-bit; embeddings and norms must be BF16, F16 or F32",
-                              item.name);
-    return 0;
-}
-
 // Weights that read the same x get one input_scale, so that x is quantised once for all: the
 // largest, or none where one has none. Those that are not NVFP4 read x itself.
 static void sala__share_input_scales(const sala__config *c, sala__weights *w) {
@@ -2522,7 +2514,7 @@ static int sala__weights_load(const sala__env *env, sala__checkpoint *ck, const 
     sala__source s;
     int code = 0, count = sala__item_count(c);
     for (int i = 0; i < count && code == 0; i++) {
-        if (!sala__item_at(c, w, i, &item) || item.weight->format < SALA_NVFP4) continue;
+        if (!sala__item_at(c, w, i, &item) || !sala__is_4bit(item.weight->format)) continue;
         if (item.weight->format == SALA_INT4 && item.weight->data) continue; // a second try
         sala__source_of(ck, w, &item, &s);
         if (s.kind == SALA__GPTQ)
@@ -2544,7 +2536,7 @@ static int sala__element_is_finite(const sala_weight *w, int64_t index) {
 static void sala__weights_forget(const sala__env *env, const sala__config *c, sala__weights *w) {
     sala__item item;
     for (int i = 0; i < sala__item_count(c) && w->blocks; i++) {
-        if (!sala__item_at(c, w, i, &item) || item.weight->format < SALA_NVFP4) continue;
+        if (!sala__item_at(c, w, i, &item) || !sala__is_4bit(item.weight->format)) continue;
         item.weight->alpha = NULL;
         item.weight->zero = NULL;
         if (item.weight->format == SALA_INT4) item.weight->data = item.weight->scale = NULL;
@@ -2598,8 +2590,8 @@ static void sala__formats_name(const sala__config *c, sala__weights *w, char for
 static int64_t sala__weight_nan(const sala_weight *w) {
     sala_weight all = *w;
     int64_t at = 0, count = (int64_t)w->n * w->k;
-    if (w->format >= SALA_NVFP4) count /= w->group;
-    if (w->format >= SALA_NVFP4 && !w->scale) return -1; // a GPU has it; loading checked it
+    if (sala__is_4bit(w->format)) count /= w->group;
+    if (sala__is_4bit(w->format) && !w->scale) return -1; // a GPU has it; loading checked it
     if (w->format == SALA_NVFP4) {
         while (at < count && ((const uint8_t *)w->scale)[at] < 0x7F) at++;
     } else {
@@ -2619,7 +2611,7 @@ static int sala__weights_check(const sala__env *env, const sala__config *c, sala
         const sala__tensor *t = ck ? sala__checkpoint_find(ck, item.name) : NULL;
         const char *where = t ? t->file : ck ? ck->folder : "synthetic weights";
         long long at = sala__weight_nan(item.weight), row = item.k;
-        if (item.weight->format >= SALA_NVFP4) row /= item.weight->group;
+        if (sala__is_4bit(item.weight->format)) row /= item.weight->group;
         if (at >= 0)
             return sala__fail(
                 err, SALA_E_MODEL, "%s: tensor %s: row %lld, %s %lld is NaN or infinite", where,
@@ -2669,7 +2661,7 @@ static void sala__synthetic_shape(const sala__config *c, const sala__weights *w,
 // by alpha.
 static void sala__synthetic_fill4(sala_weight *w, int64_t first, int64_t rows, uint64_t seed) {
     uint8_t *codes = (uint8_t *)(uintptr_t)w->data, *scales = (uint8_t *)(uintptr_t)w->scale;
-    int size = w->format == SALA_INT4 ? 2 : 1;
+    int size = sala__scale_size(w->format);
     int64_t end = (first + rows) * w->k;
     for (int64_t at = first * w->k; at < end; at += 16) {
         uint64_t eight = sala_synthetic_codes(seed, (uint64_t)at, w->format);
@@ -2784,7 +2776,7 @@ static int sala__weights_allocate(const sala__env *env, const sala__config *c, s
             at += -(uintptr_t)at % 64;
             item.weight->scale = at;
             at += (int64_t)item.n * (item.k / item.weight->group) *
-                  (item.weight->format == SALA_INT4 ? 2 : 1);
+                  sala__scale_size(item.weight->format);
         } else {
             at += sala__weight_bytes(item.weight);
         }
@@ -5227,7 +5219,7 @@ SALA__INLINE sala__row4 sala__row4_of(const sala_weight *w, int n) {
     sala__row4 r;
     size_t groups = (size_t)n * (size_t)(w->k / w->group);
     r.codes = (const uint8_t *)w->data + (size_t)n * (size_t)w->k / 2;
-    r.scales = (const char *)w->scale + groups * (w->format == SALA_NVFP4 ? 1 : 2);
+    r.scales = (const char *)w->scale + groups * (size_t)sala__scale_size(w->format);
     r.zero = w->zero ? w->zero + groups : NULL;
     r.group = w->group;
     r.next = 0;
@@ -5526,7 +5518,7 @@ static void sala__gemm_columns(const sala__gemm_part *p, int from, int depth, co
 SALA__INLINE void sala__row_add(int rows, int32_t format, const float *x, const sala_weight *weight,
                                 int n, int from, int steps, float *sums) {
     enum { PARTS = 16 / SALA__VEC };
-    const int four = format == SALA_NVFP4 || format == SALA_INT4, size = sala__weight_size(format);
+    const int four = sala__is_4bit(format), size = sala__weight_size(format);
     const char *w = four ? NULL : sala__weight_at(weight, n, from);
     sala__vec lanes[SALA__TILE][PARTS];
     sala__row4 row;
@@ -8275,7 +8267,7 @@ static int64_t sala__gpu_unpack_bytes(const sala__config *c, sala__weights *w, i
     int64_t most = 0, sum = 0; // sum: of q, k, v and the gate
     for (int i = 0; i < sala__item_count(c); i++) {
         if (!sala__item_at(c, w, i, &item) || item.layer < 0) continue;
-        const sala__layer *l = &w->layers[item.layer < 0 ? 0 : item.layer];
+        const sala__layer *l = &w->layers[item.layer];
         const sala_weight *x = item.weight;
         sala__gpu_place p = sala__gpu_place_of(&item, w);
         int64_t bytes = p.block && p.layout != 3 ? p.rows * item.k * 2 : 0;
@@ -8324,7 +8316,7 @@ static void sala__gpu_upload(sala__gpu *g, const sala_weight *from, void *slab, 
 static void sala__gpu_upload4(sala__gpu *g, const sala_weight *from, void *slab, uint8_t *to,
                               const sala__gpu_place *p) {
     int64_t groups = from->k / from->group, zero_row = from->zero ? groups : 0;
-    int64_t code_row = from->k / 2, scale_row = groups * (from->format == SALA_INT4 ? 2 : 1);
+    int64_t code_row = from->k / 2, scale_row = groups * sala__scale_size(from->format);
     int32_t most = (int32_t)(SALA__SLAB / (code_row + scale_row + zero_row)) / 16 * 16;
     sala_error *e = &g->error;
     for (int32_t first = 0; first < from->n && !e->code; first += most) {
@@ -8980,7 +8972,6 @@ static int sala__read_files(sala *s, const char *path, int tokenizer, sala_error
     sala__progress(&s->env, "mapping the weights", 0.1);
     if ((code = sala__checkpoint_open(&s->env, path, &s->checkpoint, err)) < 0) return code;
     code = sala__weights_bind(&s->env, &s->checkpoint, &s->config, &s->weights, err);
-    if (code == 0) code = sala__check_4bit(&s->config, &s->weights, err);
     if (code < 0 || !tokenizer) return code;
     file = sala__join(&s->env, path, "tokenizer.json", err);
     if (!file) return SALA_E_MEMORY;

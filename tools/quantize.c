@@ -1261,7 +1261,7 @@ static int quant_open(quantiser *q, sala_options *o) {
     q->made_of = 1;
     for (int i = 0; i < sala__item_count(&s->config); i++) {
         if (!sala__item_at(&s->config, &s->weights, i, &item)) continue;
-        if (item.weight->format > SALA_F32)
+        if (sala__is_4bit(item.weight->format))
             return cli_fail(CLI_FAILED, "%s: %s is in 4 bits: take the original model", q->set.in,
                             item.name);
         wanted += quant_wanted(&q->set, &item) == 1;
