@@ -231,6 +231,15 @@ constexpr sala_dims MODEL = {SALA_DIMS};
 
 // ---- 2. small helpers
 
+// The bits of two E2M1 codes where a pair of BF16 has signs, the ends of exponents and the starts of
+// mantissas: the numbers times 2^-126. In spread order (see sala_code_bits) shifts bring three pairs of a
+// word there; the last one needs 8, 13 and 18 to the left, into the other half.
+#define SALA_E2M1_PAIR 0x81C081C0u
+SALA_DEVICE uint32_t sala_spread_last(uint32_t word) {
+    uint64_t last = (uint64_t)(word & 0x6C006C00u) * 0x42100u;
+    return __byte_perm((uint32_t)last, (uint32_t)(last >> 32), 0x3254) & SALA_E2M1_PAIR;
+}
+
 SALA_DEVICE float sala_low(uint32_t pair) { // the two halves of a pair of BF16
     return __uint_as_float(pair << 16);
 }
@@ -713,12 +722,8 @@ SALA_DEVICE void sala_gemm_widen(uint32_t word, uint32_t pair[4]) {
         pair[i] = (top & 0x80008000u) | (top >> 6 & 0x01C001C0u);
     }
 #else
-    const uint32_t mask = 0x81C081C0u;
-    uint64_t last = (uint64_t)(word & 0x6C006C00u) * 0x42100u; // 8, 13 and 18 to the left
-    pair[0] = word & mask;
-    pair[1] = word << 3 & mask;
-    pair[2] = word << 6 & mask;
-    pair[3] = __byte_perm((uint32_t)last, (uint32_t)(last >> 32), 0x3254) & mask;
+    for (int i = 0; i < 3; i++) pair[i] = word << 3 * i & SALA_E2M1_PAIR;
+    pair[3] = sala_spread_last(word);
 #endif
 }
 
@@ -4448,8 +4453,6 @@ extern "C" __global__ void __launch_bounds__(256, 4)
 // Eight codes of a word as pairs of BF16 (see sala_code_bits), k 0 and 1, 2 and 3 ...: NVFP4's times
 // 2^-126, INT4's plus 128.
 SALA_DEVICE void sala_spread4(int32_t format, uint32_t word, uint32_t pair[4]) {
-    const uint32_t mask = 0x81C081C0u;
-    uint64_t last = (uint64_t)(word & 0x6C006C00u) * 0x42100u; // 8, 13 and 18 to the left
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         if (format == SALA_INT4) {
@@ -4458,8 +4461,7 @@ SALA_DEVICE void sala_spread4(int32_t format, uint32_t word, uint32_t pair[4]) {
             uint32_t two = (word >> i * 8 & 0xFu) | (word >> i * 8 & 0xF0u) << 12;
             pair[i] = (two & 0x00080008u) << 12 | (two & 0x00070007u) << 6;
         } else {
-            uint32_t turned = ((uint32_t)(last >> 32) & 0xFFFFu) | ((uint32_t)last & 0xFFFF0000u);
-            pair[i] = (i < 3 ? word << 3 * i : turned) & mask;
+            pair[i] = i < 3 ? word << 3 * i & SALA_E2M1_PAIR : sala_spread_last(word);
         }
     }
 }
@@ -4688,15 +4690,12 @@ SALA_DEVICE void sala_fp4_multiply(int tall, int wide, sala_fp4_warp *m) {
 // Lanes c < 2 of a quad have a word of one group of 16 k, the others of the next one, but an MMA wants
 // four codes of a group in every lane. So they change halves of their words, in spread order: of the two
 // groups each lane gets a word with codes in the first two places. Those of the last two come there
-// from 6, and from 8, 13 and 18 to the right (see sala_gemm_widen).
+// from 6 and (see sala_spread_last) from elsewhere.
 SALA_DEVICE void sala_fp4_mix(uint32_t word, uint32_t both[2]) {
-    const uint32_t mask = 0x81C081C0u;
     bool first = (threadIdx.x & 2) == 0;
     if (sala_code_order(SALA_NVFP4, SALA_MAJOR) == SALA_NATIVE)
         word = sala_nibbles_in(SALA_SPREAD, word);
-    uint64_t last = (uint64_t)(word & 0x6C006C00u) * 0x42100u;
-    uint32_t turned = __byte_perm((uint32_t)last, (uint32_t)(last >> 32), 0x3254) & mask;
-    uint32_t back = (word << 6 & mask) | turned >> 3;
+    uint32_t back = (word << 6 & SALA_E2M1_PAIR) | sala_spread_last(word) >> 3;
     uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, first ? back : word, 2);
     both[0] = first ? word : other;
     both[1] = first ? other : back;
@@ -4713,7 +4712,7 @@ SALA_DEVICE uint32_t sala_fp4_scale(const unsigned char *scale) {
 // The two codes of the first or second place times their scale and 2^-8: an E2M1 code in the bits of a
 // BF16 is 2^-126 times its value, and the product has six bits.
 SALA_DEVICE uint32_t sala_fp4_widen(uint32_t word, int place, uint32_t scale) {
-    return sala_fma2(word << 3 * place & 0x81C081C0u, scale, 0x80008000u);
+    return sala_fma2(word << 3 * place & SALA_E2M1_PAIR, scale, 0x80008000u);
 }
 
 // One group: an MMA from zero gives its exact sums, times 2^-16.
