@@ -155,6 +155,8 @@ SALA_FN float sala_round(float x) { // to the activation type and back
 #define SALA_MAX_PATH                                                                              \
     16 // longest path of a verify tree, root included; also the longest pending path
 #define SALA_MAX_ROWS 256 // rows of one verify pass
+#define SALA_MAX_NODES 32 // of a verify tree, root included
+#define SALA_MAX_TOPK 4   // candidates that a draft head adds to a node
 #define SALA_GEMM_K 512 // a dot product is a sum, in order, of partial sums over this many elements
 #define SALA_LANES 16   // each of which is 16 interleaved fma chains, folded as a tree 8, 4, 2, 1
 
@@ -218,6 +220,16 @@ typedef struct sala_rows {
     const int32_t *path;     // verify: [count, SALA_MAX_PATH] rows from the root to the row itself,
                              // which stands at depth position - stored
 } sala_rows;
+
+// A verify tree. Node 0 is the root, the last chosen token; parents stand before their children;
+// siblings have different tokens.
+typedef struct sala_tree {
+    int32_t count;
+    int32_t token[SALA_MAX_NODES];
+    int32_t parent[SALA_MAX_NODES]; // -1: the root
+    int32_t depth[SALA_MAX_NODES];  // below SALA_MAX_PATH
+    float score[SALA_MAX_NODES];    // of a draft head: log of the probability of the path, else 0
+} sala_tree;
 
 // Pools of one sparse layer. A page holds one block of one sequence.
 typedef struct sala_pages {
@@ -814,7 +826,8 @@ typedef struct sala_sampling { // of one row
     int32_t penalties; // counts are in use
     int32_t biased;    // biases are in use
     int32_t ahead;     // nodes at the end of the row's path, itself included, not yet in counts
-    uint64_t random;   // sala_random of the request's seed and the token's position
+    int32_t forced; // the token that is chosen whatever the logits say (if they are numbers), or -1
+    uint64_t random; // sala_random of the request's seed and the token's position
 } sala_sampling;
 
 #define SALA_SAMPLE_BINS 1024 // of a histogram: as many as the block has threads

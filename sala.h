@@ -57,7 +57,8 @@
       [8] CUDA: the device    driver and NVRTC found at run time, compiling, the cache of kernels
       [9] CUDA: the kernels   launches of what stands in sala.cu, weights to the GPU
       [10] model and memory   weights bound by name, the plan of every byte, pages and slots
-      [11] the loop           prefill, verify, events: one copy of the layer loop
+      [11] drafts             trees, n-gram chains, the EAGLE-3 head, what runs when
+      [12] the loop           prefill, verify, events: one copy of the layer loop
 */
 #ifndef SALA_H
 #define SALA_H
@@ -148,6 +149,15 @@ typedef struct sala_options {
                                // device has FP4 tensor cores and all weights input scales), "w4a4"
                                // (elsewhere an exact emulation, slow), "w4a16"
     const char *chat_template; // NULL: recognise it from the model's files; "chatml": take that
+    // Speculation. It never changes the output, only the time that it takes.
+    const char *spec;      // "auto" (default: what is there and pays), "off", "ngram", "eagle"
+    const char *draft;     // folder of an EAGLE-3 head (synthetic: its config.json); NULL: none
+    const char *spec_tree; // "depth,topk,nodes" of all trees, as "7,2,15"; NULL: by load
+    int draft_window; // tokens that the draft head sees at most, a multiple of 64; default 32768
+    // Tests and benchmarks: drafts are made at full cost, then their tokens replaced, from
+    // sala_request.guess: "oracle" or "oracle:P" (a level is right with probability P), "random",
+    // "adversarial" (the right token comes last among its siblings).
+    const char *spec_test;
     sala_hooks hooks;
 } sala_options;
 
@@ -239,7 +249,10 @@ typedef struct sala_request {
     const int32_t *force; // [force_count]
     int64_t force_count;
     // Tools and tests: what SALA_EVENT_ROWS events report. Needs sala_options.logits_rows.
-    int want_rows; // SALA_ROWS_*
+    int want_rows;        // SALA_ROWS_*
+    int want_trees;       // 1: a SALA_EVENT_TREE for each verify
+    const int32_t *guess; // [guess_count] for sala_options.spec_test: what the output will be
+    int64_t guess_count;
 } sala_request;
 
 enum { SALA_ROWS_NONE = 0, SALA_ROWS_PROMPT = 1, SALA_ROWS_GENERATED = 2, SALA_ROWS_ALL = 3 };
@@ -270,8 +283,13 @@ enum {                      // sala_event.type
     SALA_EVENT_PREFILL = 1, // `done` of `total` prompt tokens are processed
     SALA_EVENT_TOKEN = 2,   // a token was chosen
     SALA_EVENT_FINISH = 3,  // the request is over; `text` may hold a last piece
-    SALA_EVENT_ROWS = 4     // logits of rows, if the request wants them
+    SALA_EVENT_ROWS = 4,    // logits of rows, if the request wants them
+    SALA_EVENT_TREE = 5     // the tree of a verify, if the request wants it; before its tokens
 };
+
+enum { SALA_DRAFT_NONE = 0, SALA_DRAFT_NGRAM = 1, SALA_DRAFT_EAGLE = 2 }; // where a tree comes from
+
+#define SALA_DEPTHS 16 // of a verify tree, root included
 
 enum {                         // sala_event.finish_reason
     SALA_FINISH_STOP = 1,      // end token, stop token or stop string
@@ -293,6 +311,12 @@ typedef struct sala_timings {
     double prefill_seconds; // from admission to the first token
     double decode_seconds;  // from the first to the last token
     int64_t decode_bytes;   // weights, states and K/V read by this request's decode steps
+    // Speculation, by source (SALA_DRAFT_*): verifies; tokens that came out of them; at each depth
+    // (the root is 0): verifies whose tree had a node there below an accepted one, and those that
+    // accepted it. Mean tokens a verify ("tau") = tokens / verifies.
+    int64_t verifies[3], verify_tokens[3];
+    int64_t offered[3][SALA_DEPTHS], accepted[3][SALA_DEPTHS];
+    double draft_seconds, verify_seconds; // of the steps that this request took part in
 } sala_timings;
 
 // Pointers are valid until the next sala_step or sala_close. `text` is never NULL.
@@ -320,6 +344,11 @@ typedef struct sala_event {
     const float *hidden;   // [layers + 2, row_count, hidden] f32: embedding, layers, final norm
     const int32_t *blocks; // [sparse layers, row_count, kv_heads, top_k] ascending; -1: no more,
                            // -2: all (dense)
+    // tree: `position` is that of the root, `token` the bonus token behind the last accepted node
+    int node_count, source;                  // SALA_DRAFT_*
+    const int32_t *node_token, *node_parent; // [node_count]
+    const int32_t *node_accepted;            // [node_count] 1 where the output goes along
+    const float *node_score;                 // [node_count] log probability by the draft
 } sala_event;
 
 // Take the next event. Returns 1, or 0 when there is none.
@@ -351,9 +380,14 @@ typedef struct sala_info {
     int64_t pending_bytes; // k, v of accepted tokens not yet folded into the states
     int64_t unpack_bytes;  // GPU: the 4-bit weights of one product of a W4A16 prefill, in BF16
     int64_t scratch_bytes; // activations of one pass, scores, logits
+    int64_t draft_weight_bytes, draft_kv_bytes; // of the draft head: its weights, its cache and the
+                                                // features that wait for it
     int64_t total_bytes;
     int64_t kv_bytes_per_token, state_bytes_per_sequence;
     int64_t decode_bytes; // read for one token of one short sequence: linear layers, head, state
+    char spec[256];       // "auto: EAGLE-3 (7,2,15), (5,2,11) and n-grams": what runs, and why
+    char draft[160];      // "437 M parameters, NVFP4, layers 1 15 28", or ""
+    int64_t node_bytes;   // verify scratch of one row: k, v of all layers
     // Live counters.
     int sequences_resident, requests_waiting, requests_active;
     int64_t kv_tokens_total, kv_tokens_reserved;
@@ -1418,6 +1452,14 @@ typedef struct sala__config {
     int32_t eos_count;
     int32_t tied;          // the head is the embedding
     int64_t max_positions; // what the model was made for; nothing is sized by it
+    // Of an EAGLE-3 head (speculation.md 1.3) only: its dims have one layer, sparse, dense for ever,
+    // whose q, k and v read two hidden widths, [embedding, feature].
+    int32_t eagle;       // it is one
+    int32_t aux[3];      // target layers whose output it reads
+    int32_t draft_vocab; // rows of its head
+    int32_t fc_norm;     // a norm in front of each third of fc
+    int32_t raw_output;  // 1: logits of the feature without the final norm
+    int32_t own_embed;   // 1: the file's embedding; 0: the target's
 } sala__config;
 
 // The same fields, one object deeper. The caller hands its error on: f->code = inner.code.
@@ -1785,6 +1827,8 @@ typedef struct sala__layer {
 
 typedef struct sala__weights {
     sala_weight embed, final_norm, head;
+    sala_weight fc, fc_bias, fc_norm[3], hidden_norm; // of an EAGLE-3 head only
+    int32_t *target_ids; // [draft_vocab] of its head: the target's token of each of its own
     sala__layer *layers; // [layers]
     int64_t parameters, bytes;
     int64_t decode_bytes; // of the linear layers and the head: read for each token
@@ -8471,6 +8515,14 @@ typedef struct sala__plan {
     int64_t limit;        // bytes that these six may take
 } sala__plan;
 
+// The draft head's cache of one sequence: pages of 64 tokens, the first page kept as an anchor, then a
+// window. Place u of the cache holds the token at position u + shift, but for the anchor's.
+typedef struct sala__draft_cache {
+    int32_t filled; // tokens in the cache
+    int32_t shift;
+    int32_t debt; // committed tokens whose features wait: the last `debt` of the sequence
+} sala__draft_cache;
+
 // One sequence: what it holds, and where it stands.
 typedef struct sala__sequence {
     int64_t id;      // 0: this slot is free
@@ -8482,7 +8534,18 @@ typedef struct sala__sequence {
     int32_t page_count, page_capacity;
     int32_t *tokens; // [token_count] its history: stored tokens, then the root
     size_t token_count, token_capacity;
+    sala__draft_cache draft;
 } sala__sequence;
+
+// Speculation of one request: its index of n-grams, how drafts did, and what is tried next.
+typedef struct sala__spec {
+    int32_t *chain_head, *chain_next; // hash of four tokens -> last place, place -> the one before
+    int64_t indexed;                  // tokens of the sequence that are in it
+    int32_t misses, off_until_step;   // firings in a row that failed
+    int32_t steps, fallback_until_step;
+    sala_tree tree; // of this verify
+    int32_t source; // SALA_DRAFT_*
+} sala__spec;
 
 enum { SALA__WAITING, SALA__PREFILL, SALA__DECODE };
 
@@ -8507,6 +8570,11 @@ typedef struct sala__request { // a list in order of arrival
     sala__string held; // decoded text that may be the beginning of a stop string
     double submitted, admitted, first_token, last_token;
     int64_t decode_bytes;
+    int32_t want_trees;
+    int32_t *guess; // [guess_count]
+    int64_t guess_count;
+    sala__spec spec;
+    sala_timings counted; // what speculation did, see sala_timings
 } sala__request;
 
 typedef struct sala__choice {
@@ -8587,6 +8655,11 @@ struct sala {
         *verify_blocks;    // [sparse, rows, kv_heads, top_k], [rows, sparse, ...] or NULL
     char *sample_scratch;  // [threads, sala__sampler_scratch]
     sala__choice *choices; // [slots]
+    // the draft head, if there is one
+    int has_draft;
+    sala__config draft_config;
+    sala__checkpoint draft_checkpoint;
+    sala__weights draft_weights, gpu_draft_weights;
     // requests and events
     sala__request *requests;
     int64_t next_id;
@@ -9393,7 +9466,44 @@ SALA_API int sala_plan(const char *path, const sala_options *options, sala_info 
     return code;
 }
 /* -----------------------------------------------------------------------------------------------
-   [11] THE LOOP: prefill, verify, events
+   [11] DRAFTS: trees, n-gram chains, the EAGLE-3 head, what runs when
+
+   A draft is a guess at the next tokens, a small tree below the last chosen one. The loop verifies it
+   with the same rows and kernels as plain decoding, so a guess can cost time, never change a token
+   (speculation.md).
+   -------------------------------------------------------------------------------------------- */
+
+// ---- trees ----
+
+static void sala__tree_root(sala_tree *t, int32_t token) {
+    memset(t, 0, sizeof *t);
+    t->count = 1;
+    t->token[0] = token;
+    t->parent[0] = -1;
+}
+
+// ---- the draft head ----
+
+// Forget what the draft head knows of a sequence: it starts empty (a new, restored or reused one).
+static void sala__draft_forget(sala *s, int slot) {
+    memset(&s->sequences[slot].draft, 0, sizeof s->sequences[slot].draft);
+}
+
+// ---- what runs when ----
+
+// Decide what each of these requests verifies next, and build it: request->spec.tree and .source.
+// Every sequence has page room for its whole tree; all trees together have at most `rows` nodes.
+static int sala__plan_trees(sala *s, sala__request **active, int count, int rows, sala_error *err) {
+    (void)err;
+    (void)rows;
+    for (int i = 0; i < count; i++) {
+        sala__tree_root(&active[i]->spec.tree, s->sequences[active[i]->slot].root);
+        active[i]->spec.source = SALA_DRAFT_NONE;
+    }
+    return 0;
+}
+/* -----------------------------------------------------------------------------------------------
+   [12] THE LOOP: prefill, verify, events
 
    Two kinds of pass and no third. Prefill runs a chunk of one sequence's prompt. Verify runs, for
    every sequence that generates, a tree whose root is the last chosen token; plain decoding is a
@@ -10236,6 +10346,7 @@ static int sala__admit(sala *s, sala__request *r, sala_error *err) {
     if (!r->sequence) {
         int slot = (int)(q - s->sequences);
         q->id = r->id; // a sequence is named after the request that began it
+        sala__draft_forget(s, slot);
         q->stored = q->pending = 0;
         q->root = -1;
         for (int l = 0; l < s->lightning_layers && code == 0; l++) {
@@ -10359,6 +10470,7 @@ static void sala__set_sampling(sala *s, sala__request *r, int row, int64_t posit
                         from->counts != NULL,
                         from->biases != NULL,
                         0,
+                        -1,
                         sala_random(from->seed, (uint64_t)position)};
     s->sampling[row] = to;
     size_t vocab = (size_t)from->vocab, at = (size_t)r->slot * vocab;
@@ -10545,7 +10657,8 @@ static int sala__verify(sala *s, sala_error *err) {
         p.blocks_r = (size_t)s->sparse_layers * p.blocks_l;
     }
     int64_t bytes = sala__verify_bytes(s, n);
-    int code = sala__run_pass(s, &p, err);
+    int code = sala__plan_trees(s, active, n, s->plan.node_rows, err);
+    if (code == 0) code = sala__run_pass(s, &p, err);
     if (code < 0) return code;
     sala__choice *choices = s->choices;
     sala__sample_job job = {s, active, choices};
