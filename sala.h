@@ -6819,6 +6819,154 @@ static void sala__op_commit(sala__cpu *cpu, const sala_commit_args *a) {
     sala__parallel(cpu, a->rows->seq_count, sala__op_commit_seq, (void *)(uintptr_t)a);
 }
 
+// ---- the draft head ----
+
+static void sala__tree_root(sala_tree *t, int32_t token) {
+    memset(t, 0, sizeof *t);
+    t->count = 1;
+    t->token[0] = token;
+    t->parent[0] = -1;
+}
+
+static void sala__op_capture_row(void *context, int64_t r, int thread) {
+    const sala_capture_args *a = (const sala_capture_args *)context;
+    const sala_act *x = a->x + r * a->width;
+    sala_act *to = a->features + (3 * r + a->third) * a->width;
+    (void)thread;
+    if (!a->norm.data) {
+        memcpy(to, x, (size_t)a->width * sizeof *x);
+        return;
+    }
+    float inverse = sala__rms_inverse(x, a->width, a->eps);
+    for (int i = 0; i < a->width; i += 16)
+        sala__store_act16(to + i, sala__normed16(x + i, inverse, &a->norm, i));
+}
+
+static void sala__op_capture(sala__cpu *cpu, const sala_capture_args *a) {
+    sala__parallel(cpu, a->rows, sala__op_capture_row, (void *)(uintptr_t)a);
+}
+
+static void sala__op_keep(sala__cpu *cpu, const sala_keep_args *a) {
+    size_t width = (size_t)a->width;
+    (void)cpu;
+    for (int i = 0; i < a->rows->seq_count; i++) {
+        int place = a->place[a->rows->seqs[i].slot];
+        for (int n = 0; n < a->accepted[i] && place >= 0; n++) {
+            int r = a->accepted_rows[i * SALA_MAX_PATH + n];
+            int to = place * SALA_DRAFT_DEBT + a->rows->position[r] % SALA_DRAFT_DEBT;
+            memcpy(a->debt + (size_t)to * width, a->features + (size_t)r * width,
+                   width * sizeof(sala_act));
+        }
+    }
+}
+
+static void sala__op_gather(sala__cpu *cpu, const sala_gather_args *a) {
+    size_t width = (size_t)a->width;
+    (void)cpu;
+    for (int r = 0; r < a->rows; r++)
+        if (a->from[r] >= 0)
+            memcpy(a->to + (size_t)r * width, a->features + (size_t)a->from[r] * width,
+                   width * sizeof(sala_act));
+}
+
+// Row r of a later step: which candidate of the step before it is.
+static void sala__growth_choose(const sala_growth *g, int step, int r) {
+    float score[SALA_MAX_TOPK * SALA_MAX_TOPK];
+    int seq = r / g->topk, made = sala_growth_made(g, step - 1);
+    for (int c = 0; c < made; c++) score[c] = sala_growth_score(g, step - 1, seq, c);
+    for (int c = 0; c < made; c++)
+        if (sala_growth_rank(score, made, c) == r % g->topk)
+            sala_growth_take(g, step, seq, r % g->topk, c, score[c]);
+}
+
+static void sala__op_draft_input_row(void *context, int64_t r, int thread) {
+    const sala_draft_input_args *a = (const sala_draft_input_args *)context;
+    const sala_growth *g = &a->growth;
+    int row = (int)r, h = a->width;
+    sala_act *x = a->x + r * h, *u = a->u + r * 2 * h;
+    (void)thread;
+    if (a->step > 0) {
+        row = sala_growth_row(g, a->step, 0, (int)r);
+        int parent = g->parent[row] - sala_growth_row(g, a->step - 1, 0, 0);
+        memcpy(x, a->f + (int64_t)parent * h, (size_t)h * sizeof *x);
+    }
+    for (int i = 0; i < h && a->bias.data && a->step == 0; i += 16)
+        sala__store_act16(x + i, sala__load_act16(x + i) +
+                                     sala__load_weight16(a->bias.data, a->bias.format, (size_t)i));
+    size_t from = (size_t)g->token[row] * (size_t)h;
+    for (int i = 0; i < h; i += 16) // the embedding where its norm will be
+        sala__store_act16(u + i,
+                          sala__load_weight16(a->embed.data, a->embed.format, from + (size_t)i));
+    float e = sala__rms_inverse(u, h, a->eps), f = sala__rms_inverse(x, h, a->eps);
+    for (int i = 0; i < h; i += 16) {
+        sala__store_act16(u + i, sala__normed16(u + i, e, &a->input_norm, i));
+        sala__store_act16(u + h + i, sala__normed16(x + i, f, &a->hidden_norm, i));
+    }
+}
+
+static void sala__op_draft_input(sala__cpu *cpu, const sala_draft_input_args *a) {
+    for (int r = 0; r < a->rows && a->step > 0; r++) sala__growth_choose(&a->growth, a->step, r);
+    sala__parallel(cpu, a->rows, sala__op_draft_input_row, (void *)(uintptr_t)a);
+}
+
+static void sala__op_draft_store(sala__cpu *cpu, const sala_draft_store_args *a) {
+    sala_store_args store;
+    memset(&store, 0, sizeof store);
+    store.dims = a->dims;
+    store.rows = a->rows;
+    store.nodes.k = (sala_act *)(uintptr_t)a->k;
+    store.nodes.v = (sala_act *)(uintptr_t)a->v;
+    store.pages = a->pages;
+    (void)cpu;
+    for (int r = 0; r < a->rows->count; r++)
+        if (a->rows->seq[r] >= 0) sala__op_store_copy(&store, r, 0);
+}
+
+static void sala__op_draft_top_row(void *context, int64_t r, int thread) {
+    const sala_draft_top_args *a = (const sala_draft_top_args *)context;
+    const float *x = a->logits + r * a->vocab;
+    uint64_t key[SALA_MAX_TOPK + 1] = {0}; // the best first
+    double sum = 0;
+    (void)thread;
+    for (int i = 0; i < a->vocab; i++) {
+        int j = a->topk;
+        for (key[j] = sala_top_key(x[i], i); j > 0 && key[j] > key[j - 1]; j--) {
+            uint64_t better = key[j];
+            key[j] = key[j - 1];
+            key[j - 1] = better;
+        }
+    }
+    float max = sala_top_value(key[0]);
+    for (int i = 0; i < a->vocab; i++) sum += (double)expf(x[i] - max);
+    for (int j = 0; j < a->topk; j++) sala_top_put(a, r, j, key[j], key[0], max + logf((float)sum));
+}
+
+static void sala__op_draft_top(sala__cpu *cpu, const sala_draft_top_args *a) {
+    sala__parallel(cpu, a->rows, sala__op_draft_top_row, (void *)(uintptr_t)a);
+}
+
+static void sala__op_draft_grow_seq(void *context, int64_t s, int thread) {
+    const sala_draft_grow_args *a = (const sala_draft_grow_args *)context;
+    const sala_growth *g = &a->growth;
+    sala_tree *tree = &a->trees[s];
+    float score[SALA_CANDIDATES];
+    int32_t place[SALA_CANDIDATES], all = sala_growth_all(g);
+    (void)thread;
+    sala__tree_root(tree, g->token[s]);
+    for (int c = 0; c < all; c++)
+        score[c] = sala_growth_score(g, sala_growth_step(g, c), (int)s, sala_growth_local(g, c));
+    for (int c = 0; c < all; c++) {
+        place[c] = -1;
+        if (score[c] == -INFINITY || sala_growth_rank(score, all, c) >= g->nodes - 1) continue;
+        place[c] = tree->count++;
+        sala_growth_node(g, (int)s, c, place[c], score[c], place, tree);
+    }
+}
+
+static void sala__op_draft_grow(sala__cpu *cpu, const sala_draft_grow_args *a) {
+    sala__parallel(cpu, a->growth.seqs, sala__op_draft_grow_seq, (void *)(uintptr_t)a);
+}
+
 // What one thread needs for the largest operation, in bytes.
 static size_t sala__ops_scratch(const sala_dims *m, int64_t context) {
     size_t need = sala__gla_scratch(m), other[3];
@@ -8139,6 +8287,44 @@ static void sala__launch_attend_prefill(sala__gpu *g, const sala_attend_args *a)
                  SALA_PREFILL_SPARSE_SHARED(m->top_k), a);
 }
 
+// ---- launches: the draft head ----
+
+static void sala__launch_capture(sala__gpu *g, const sala_capture_args *a) {
+    sala__launch(g, SALA__KERNEL_capture, (unsigned)a->rows, 1, 1, 32 * 4, a);
+}
+
+// Paths cannot be longer than the pass has rows: g->rows and g->seqs are those of the target's pass.
+static void sala__launch_keep(sala__gpu *g, const sala_keep_args *a) {
+    int path = g->rows < SALA_MAX_PATH ? g->rows : SALA_MAX_PATH;
+    sala__launch(g, SALA__KERNEL_keep, (unsigned)g->seqs, (unsigned)path, 1, 0, a);
+}
+
+static void sala__launch_gather(sala__gpu *g, const sala_gather_args *a) {
+    sala__launch(g, SALA__KERNEL_gather, (unsigned)a->rows, 1, 1, 0, a);
+}
+
+static void sala__launch_draft_input(sala__gpu *g, const sala_draft_input_args *a) {
+    size_t shared = (32 + SALA_MAX_TOPK * SALA_MAX_TOPK) * 4;
+    sala__launch(g, SALA__KERNEL_draft_input, (unsigned)a->rows, 1, 1, shared, a);
+}
+
+static void sala__launch_draft_store(sala__gpu *g, const sala_draft_store_args *a) {
+    sala__launch(g, SALA__KERNEL_draft_store, (unsigned)g->rows, 1, 1, 0, a);
+}
+
+static int sala__top_tiles(int vocab) {
+    return (vocab + SALA_TOP_TILE - 1) / SALA_TOP_TILE;
+}
+
+static void sala__launch_draft_top(sala__gpu *g, const sala_draft_top_args *a) {
+    sala__launch(g, SALA__KERNEL_draft_top, (unsigned)sala__top_tiles(a->vocab), (unsigned)a->rows,
+                 1, 8 * 8 + 8 * 4 + 16, a);
+}
+
+static void sala__launch_draft_grow(sala__gpu *g, const sala_draft_grow_args *a) {
+    sala__launch(g, SALA__KERNEL_draft_grow, (unsigned)a->growth.seqs, 1, 1, 3 * 256 * 4, a);
+}
+
 // One operation, in the form of the pass.
 static void sala__run_gpu(sala__gpu *g, int operation, const void *args) {
     switch (operation) {
@@ -8171,6 +8357,17 @@ static void sala__run_gpu(sala__gpu *g, int operation, const void *args) {
         sala__launch_gemm_swiglu(g, (const sala_gemm_swiglu_args *)args);
         break;
     case SALA__OP_commit: sala__launch_commit(g, (const sala_commit_args *)args); break;
+    case SALA__OP_capture: sala__launch_capture(g, (const sala_capture_args *)args); break;
+    case SALA__OP_keep: sala__launch_keep(g, (const sala_keep_args *)args); break;
+    case SALA__OP_gather: sala__launch_gather(g, (const sala_gather_args *)args); break;
+    case SALA__OP_draft_input:
+        sala__launch_draft_input(g, (const sala_draft_input_args *)args);
+        break;
+    case SALA__OP_draft_store:
+        sala__launch_draft_store(g, (const sala_draft_store_args *)args);
+        break;
+    case SALA__OP_draft_top: sala__launch_draft_top(g, (const sala_draft_top_args *)args); break;
+    case SALA__OP_draft_grow: sala__launch_draft_grow(g, (const sala_draft_grow_args *)args); break;
     default: sala__fail(&g->error, SALA_E_DEVICE, "operation %d has no kernel", operation); break;
     }
 }
@@ -8219,7 +8416,7 @@ static void sala__gpu_dims_option(const sala_dims *m, char out[1024]) {
                       i + 1 < float_count ? "," : "");
 }
 
-#define SALA__GPU_UNITS 7
+#define SALA__GPU_UNITS 8
 
 static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) { // inside enter
     char dims_option[1024];
@@ -9472,15 +9669,6 @@ SALA_API int sala_plan(const char *path, const sala_options *options, sala_info 
    with the same rows and kernels as plain decoding, so a guess can cost time, never change a token
    (speculation.md).
    -------------------------------------------------------------------------------------------- */
-
-// ---- trees ----
-
-static void sala__tree_root(sala_tree *t, int32_t token) {
-    memset(t, 0, sizeof *t);
-    t->count = 1;
-    t->token[0] = token;
-    t->parent[0] = -1;
-}
 
 // ---- the draft head ----
 
