@@ -1459,7 +1459,10 @@ typedef struct sala__config {
     int32_t draft_vocab; // rows of its head
     int32_t fc_norm;     // a norm in front of each third of fc
     int32_t raw_output;  // 1: logits of the feature without the final norm
+    int32_t fc_bias;     // of the file, as the next two: 1: it has one
     int32_t own_embed;   // 1: the file's embedding; 0: the target's
+    int32_t own_head;    // 1: the file's head; 0: the target's
+    float *frequency;    // [head_dim / 2] of its rotary table
 } sala__config;
 
 // The same fields, one object deeper. The caller hands its error on: f->code = inner.code.
@@ -1718,6 +1721,7 @@ static void sala__config_ids(sala__fields *f, sala__config *c) {
 static void sala__config_free(const sala__env *env, sala__config *c) {
     sala__release(env, c->sparse);
     sala__release(env, c->eos);
+    sala__release(env, c->frequency);
     memset(c, 0, sizeof *c);
 }
 
@@ -1755,6 +1759,238 @@ static int sala__config_read(const sala__env *env, const char *path, sala__confi
     int code = sala__json_file(env, path, SALA__CONFIG_LIMIT, &j, err);
     if (code < 0) return code;
     code = sala__config_parse(env, &j, path, c, err);
+    sala__json_free(&j);
+    return code;
+}
+
+// ---- config.json of an EAGLE-3 head (speculation.md 1.2, 1.3) ----
+
+// A member that is missing or null has its usual value; the log says so.
+static double sala__draft_number(sala__fields *f, const sala__env *env, const char *name,
+                                 double usual, double low, double high) {
+    if (!sala__field_null(f, name)) return sala__field_number(f, name, 0, usual, low, high);
+    sala__log(env, SALA_LOG_INFO, "%s: %s%s is not given: taken as %g", f->where, f->prefix, name,
+              usual);
+    return usual;
+}
+
+// Other kinds of heads, whatever the rest says. `inner` is at eagle_config.
+static void sala__draft_refusals(sala__fields *f, sala__fields *inner) {
+    static const char *const must_be_false[] = {"norm_before_fc",    "norm_before_residual",
+                                                "parallel_drafting", "attention_bias",
+                                                "mlp_bias",          "tie_word_embeddings"};
+    const sala__json *j = f->json;
+    int first = sala__json_at(j, sala__field(f, "architectures"))->child;
+    const char *name = sala__json_text(j, first);
+    char value[64];
+    if (first >= 0 && (!name || !strstr(name, "Eagle3")))
+        sala__fields_fail(f,
+                          "architectures names %s; a draft head is an EAGLE-3 one, "
+                          "as LlamaForCausalLMEagle3",
+                          sala__json_show(j, first, value));
+    sala__field_word(f, "model_type", "llama");
+    sala__field_word(f, "hidden_act", "silu");
+    sala__field_fixed(f, "num_hidden_layers", 1, "1: heads of more layers are not supported");
+    for (size_t i = 0; i < 2 * sizeof must_be_false / sizeof *must_be_false; i++) {
+        sala__fields *at = i % 2 ? inner : f;
+        const sala__json_node *n = sala__json_at(j, sala__field(at, must_be_false[i / 2]));
+        if (n->type != SALA__NULL && !(n->type == SALA__BOOL && n->number == 0))
+            sala__field_refuse(at, must_be_false[i / 2], "false: others are not supported");
+    }
+    if (!sala__field_bool(inner, "use_aux_hidden_state", 1))
+        sala__field_refuse(inner, "use_aux_hidden_state", "true: EAGLE-3 reads three layers");
+    if (f->code == 0) f->code = inner->code;
+}
+
+// Which layers' outputs it reads. Some files have the numbers of the layers that read those: these
+// begin with 2 where the others begin with 1. What begins otherwise may be either.
+static void sala__draft_aux(sala__fields *f, const sala__env *env, int32_t layers, int32_t *aux) {
+    static const char *const names[] = {"sala_output_layers", "eagle_aux_hidden_state_layer_ids"};
+    const sala__json *j = f->json;
+    const int own = !sala__field_null(f, names[0]), list = sala__field(f, names[!own]);
+    const int32_t usual[3] = {1, layers / 2 - 1, layers - 4};
+    int32_t shift = 0;
+    memcpy(aux, usual, sizeof usual);
+    if (sala__field_null(f, names[!own])) {
+        if (layers < 7)
+            sala__field_refuse(f, names[1],
+                               "three layers: this model is too small "
+                               "for the usual ones");
+        sala__log(env, SALA_LOG_INFO, "%s: %s%s is not given: taken as [%d, %d, %d]", f->where,
+                  f->prefix, names[1], aux[0], aux[1], aux[2]);
+        return;
+    }
+    if (sala__json_at(j, list)->type != SALA__ARRAY || j->nodes[list].count != 3) {
+        sala__field_refuse(f, names[!own], "a list of three layers");
+        return;
+    }
+    for (int n = j->nodes[list].child, i = 0; n >= 0; n = j->nodes[n].next, i++) {
+        const sala__json_node *x = &j->nodes[n];
+        if (i == 0 && !own && x->is_integer && x->integer == 2) shift = 1;
+        if (i == 0 && !own && !shift && !(x->is_integer && x->integer == 1))
+            sala__fields_fail(f,
+                              "%s%s begins neither with 1 (outputs of layers) nor with 2 (inputs "
+                              "of layers): write the layers whose output it reads as %s%s",
+                              f->prefix, names[1], f->prefix, names[0]);
+        else if (!x->is_integer || x->integer < (i ? aux[i - 1] + shift + 1 : 0) ||
+                 x->integer > layers - 1 + shift)
+            sala__fields_fail(f, "%s%s must be three rising layers of the %d of the model",
+                              f->prefix, names[!own], layers);
+        if (f->code < 0) return;
+        aux[i] = (int32_t)x->integer - shift;
+    }
+}
+
+static double sala__yarn_scale(double factor, double m) {
+    return factor <= 1 ? 1 : 0.1 * m * log(factor) + 1;
+}
+
+// The pair of dimensions that turns so many times over `positions`.
+static double sala__yarn_pair(double turns, double dim, double theta, double positions) {
+    return dim * log(positions / (turns * 6.283185307179586)) / (2 * log(theta));
+}
+
+// c->frequency, as Hugging Face's modeling_rope_utils has it. f: at the object that describes the
+// scaling. YaRN's factor of q and of k goes into the scale of their product.
+static void sala__draft_frequencies(sala__fields *f, const sala__env *env, sala__config *c,
+                                    double theta) {
+    const sala__json *j = f->json;
+    const char *kind = sala__json_text(j, sala__field(f, "rope_type"));
+    if (!kind) kind = sala__json_text(j, sala__field(f, "type"));
+    const int linear = kind && *kind == 'l' && kind[1] == 'i', yarn = kind && *kind == 'y',
+              llama = kind && *kind == 'l' && !linear, half = c->dims.head_dim / 2;
+    double factor = 1, old = (double)c->max_positions, low = 1, high = 1, scale = 1;
+    if (linear || yarn || llama) factor = sala__field_number(f, "factor", 0, 0, 1, 1e6);
+    if (factor < 1) sala__field_refuse(f, "factor", "a number");
+    if (yarn || llama)
+        old = sala__draft_number(f, env, "original_max_position_embeddings", old, 1, 1e9);
+    if (llama) {
+        low = sala__draft_number(f, env, "low_freq_factor", 1, 1e-3, 1e6);
+        high = sala__draft_number(f, env, "high_freq_factor", 4, 1e-3, 1e6);
+        if (high <= low) sala__field_refuse(f, "high_freq_factor", "more than low_freq_factor");
+    } else if (yarn) {
+        int cut = sala__field_bool(f, "truncate", 1);
+        low = sala__field_null(f, "beta_fast")
+                  ? 32
+                  : sala__field_number(f, "beta_fast", 0, 32, 1e-3, 1e6);
+        high = sala__field_null(f, "beta_slow")
+                   ? 1
+                   : sala__field_number(f, "beta_slow", 0, 1, 1e-3, 1e6);
+        low = sala__yarn_pair(low, 2 * half, theta, old);
+        high = sala__yarn_pair(high, 2 * half, theta, old);
+        low = fmax(cut ? floor(low) : low, 0);
+        high = fmin(cut ? ceil(high) : high, 2 * half - 1);
+        if (low == high) high += 0.001;
+        scale = sala__yarn_scale(factor, sala__field_number(f, "mscale", 0, 1, 0, 1e3)) /
+                sala__yarn_scale(factor, sala__field_number(f, "mscale_all_dim", 0, 0, 0, 1e3));
+        if (!sala__field_null(f, "attention_factor"))
+            scale = sala__field_number(f, "attention_factor", 0, scale, 1e-3, 1e3);
+        c->dims.attn_scale *= (float)(scale * scale);
+    }
+    for (int i = 0; i < half && c->frequency; i++) {
+        double x = 1 / pow(theta, 2.0 * i / (2 * half)), part = linear; // part: how much is slowed
+        if (llama) part = 1 - (old * x / 6.283185307179586 - low) / (high - low);
+        if (yarn) part = (i - low) / (high - low);
+        part = fmin(fmax(part, 0), 1);
+        c->frequency[i] = (float)(part * x / factor + (1 - part) * x);
+    }
+}
+
+// Its base and scaling: newer exports have both in rope_parameters.
+static void sala__draft_rope(sala__fields *f, const sala__env *env, sala__config *c) {
+    static const char kinds[] = "default linear llama3 yarn";
+    const int newer = !sala__field_null(f, "rope_parameters");
+    const char *name = newer ? "rope_parameters" : "rope_scaling";
+    sala__fields r = *f;
+    r.object = -1;
+    if (!sala__field_null(f, name))
+        r = sala__fields_inside(f, sala__field(f, name),
+                                newer ? "rope_parameters." : "rope_scaling.");
+    sala__field_word(&r, "rope_type", kinds);
+    sala__field_word(&r, "type", kinds);
+    sala__field_fixed(&r, "partial_rotary_factor", 1, "1: others are not supported");
+    const int inside = !sala__field_null(&r, "rope_theta");
+    double theta = sala__draft_number(inside ? &r : f, env, "rope_theta", 10000, 1.001, 1e12);
+    c->dims.rope_theta = (float)theta;
+    if (r.code == 0) r.code = f->code;
+    if (r.code == 0) sala__draft_frequencies(&r, env, c, (double)c->dims.rope_theta);
+    if (f->code == 0) f->code = r.code;
+}
+
+// Its layer in the target's terms: sparse attention that never leaves the dense form, with pages of
+// 64 tokens.
+static void sala__draft_shape(sala__fields *f, const sala__env *env, const sala__config *target,
+                              sala__config *c) {
+    const sala_dims *t = &target->dims;
+    sala_dims *d = &c->dims;
+    char of_target[48];
+    *d = *t;
+    snprintf(of_target, sizeof of_target, "%d, the model's", t->hidden);
+    sala__field_fixed(f, "hidden_size", t->hidden, of_target);
+    sala__field_fixed(f, "target_hidden_size", t->hidden, of_target);
+    snprintf(of_target, sizeof of_target, "%d, the model's", t->vocab);
+    sala__field_fixed(f, "vocab_size", t->vocab, of_target);
+    d->layers = 1;
+    d->ffn = sala__field_int(f, "intermediate_size", 0, 1, 1 << 20);
+    d->heads = sala__field_int(f, "num_attention_heads", 0, 1, 4096);
+    if (d->ffn < 1) sala__field_refuse(f, "intermediate_size", "a number");
+    if (d->heads < 1) sala__field_refuse(f, "num_attention_heads", "a number");
+    if (f->code < 0) return;
+    d->kv_heads = sala__field_int_or_null(f, "num_key_value_heads", d->heads, 1, d->heads);
+    d->head_dim = sala__field_int_or_null(f, "head_dim", d->hidden / d->heads, 1, 4096);
+    d->sparse_rope = 1;
+    d->sparse_gate = 0;
+    d->block = 64;
+    d->kernel = 32;
+    d->stride = 16;
+    d->init_blocks = d->local_blocks = 1;
+    d->top_k = 2;
+    d->dense_len = INT32_MAX;
+    d->eps = (float)sala__draft_number(f, env, "rms_norm_eps", 1e-6, 1e-12, 1);
+    d->embed_scale = d->residual_scale = d->logit_divisor = 1;
+    d->attn_scale = (float)(1 / sqrt((double)d->head_dim));
+    c->draft_vocab = sala__field_int_or_null(f, "draft_vocab_size", d->vocab, 1, d->vocab);
+    c->max_positions = sala__field_int(f, "max_position_embeddings", 2048, 1, INT32_MAX);
+    c->fc_norm = sala__field_bool(f, "fc_norm", 0);
+    c->raw_output = !sala__field_bool(f, "norm_output", 1);
+    sala__config_fits(f, d);
+}
+
+static int sala__draft_config_parse(const sala__env *env, const sala__json *j, const char *path,
+                                    const sala__config *target, sala__config *c, sala_error *err) {
+    sala__fields f = {j, 0, path, "", err, SALA_E_MODEL, 0};
+    memset(c, 0, sizeof *c);
+    c->eagle = 1;
+    c->bos = c->pad = -1;
+    c->own_head = 1;
+    if (j->nodes[0].type != SALA__OBJECT) sala__fields_fail(&f, "not a JSON object");
+    sala__fields inner = f;
+    inner.object = -1;
+    if (!sala__field_null(&f, "eagle_config"))
+        inner = sala__fields_inside(&f, sala__field(&f, "eagle_config"), "eagle_config.");
+    sala__draft_refusals(&f, &inner);
+    sala__config_scheme(&f, &c->scheme);
+    if (f.code == 0) sala__draft_shape(&f, env, target, c);
+    inner.code = f.code;
+    if (f.code == 0) sala__draft_aux(&inner, env, target->dims.layers, c->aux);
+    if ((f.code = inner.code) < 0) return f.code;
+    size_t half = (size_t)c->dims.head_dim / 2;
+    c->sparse = (int32_t *)sala__alloc(env, 1, sizeof *c->sparse, "the draft head", err);
+    c->frequency = (float *)sala__alloc(env, half, sizeof(float), "rotary tables", err);
+    if (!c->sparse || !c->frequency) f.code = SALA_E_MEMORY;
+    if (c->sparse) c->sparse[0] = 1;
+    sala__draft_rope(&f, env, c);
+    if (f.code < 0) sala__config_free(env, c);
+    return f.code;
+}
+
+static int sala__draft_config_read(const sala__env *env, const char *path,
+                                   const sala__config *target, sala__config *c, sala_error *err) {
+    sala__json j;
+    memset(c, 0, sizeof *c);
+    int code = sala__json_file(env, path, SALA__CONFIG_LIMIT, &j, err);
+    if (code < 0) return code;
+    code = sala__draft_config_parse(env, &j, path, target, c, err);
     sala__json_free(&j);
     return code;
 }
@@ -1864,11 +2100,62 @@ typedef struct sala__rule {
 // head. Numbers whose tensor this model lacks give 0, the others fill `item` and give 1.
 enum { SALA__RULES = 18 }; // of a layer
 
+enum { SALA__DRAFT_RULES = 18 }; // of an EAGLE-3 head, all its tensors
+
 static int sala__item_count(const sala__config *c) {
-    return c->dims.layers * SALA__RULES + 3;
+    return c->eagle ? SALA__DRAFT_RULES : c->dims.layers * SALA__RULES + 3;
+}
+
+static int sala__item_set(sala__item *item, const sala__rule *rule, const char *prefix, int layer) {
+    if (!rule->present) return 0;
+    snprintf(item->name, sizeof item->name, "%s%s.weight", prefix, rule->name);
+    item->layer = layer;
+    item->weight = rule->weight;
+    item->n = rule->n.size;
+    item->k = rule->k.size;
+    item->n_name = rule->n.name;
+    item->k_name = rule->k.name;
+    return 1;
+}
+
+// The same of an EAGLE-3 head: names as sala__draft_names makes them.
+static int sala__draft_item_at(const sala__config *c, sala__weights *w, int index,
+                               sala__item *item) {
+    const sala_dims *d = &c->dims;
+    sala__layer *l = &w->layers[0];
+    const sala__extent one = {1, "1"}, vocab = {d->vocab, "vocab_size"},
+                       own_vocab = {c->draft_vocab, "draft_vocab_size"},
+                       hidden = {d->hidden, "hidden_size"},
+                       twice = {2 * d->hidden, "2 * hidden_size"},
+                       thrice = {3 * d->hidden, "3 * hidden_size"},
+                       ffn = {d->ffn, "intermediate_size"},
+                       q = {d->heads * d->head_dim, "num_attention_heads * head_dim"},
+                       kv = {d->kv_heads * d->head_dim, "num_key_value_heads * head_dim"};
+    const sala__rule rules[SALA__DRAFT_RULES] = {
+        {"embed_tokens", c->own_embed, &w->embed, vocab, hidden},
+        {"fc", 1, &w->fc, hidden, thrice},
+        {"fc_bias", c->fc_bias, &w->fc_bias, hidden, one},
+        {"fc_norm.0", c->fc_norm, &w->fc_norm[0], hidden, one},
+        {"fc_norm.1", c->fc_norm, &w->fc_norm[1], hidden, one},
+        {"fc_norm.2", c->fc_norm, &w->fc_norm[2], hidden, one},
+        {"midlayer.input_layernorm", 1, &l->input_norm, hidden, one},
+        {"midlayer.hidden_norm", 1, &w->hidden_norm, hidden, one},
+        {"midlayer.self_attn.q_proj", 1, &l->q, q, twice},
+        {"midlayer.self_attn.k_proj", 1, &l->k, kv, twice},
+        {"midlayer.self_attn.v_proj", 1, &l->v, kv, twice},
+        {"midlayer.self_attn.o_proj", 1, &l->o, hidden, q},
+        {"midlayer.post_attention_layernorm", 1, &l->post_norm, hidden, one},
+        {"midlayer.mlp.gate_proj", 1, &l->mlp_gate, ffn, hidden},
+        {"midlayer.mlp.up_proj", 1, &l->mlp_up, ffn, hidden},
+        {"midlayer.mlp.down_proj", 1, &l->mlp_down, hidden, ffn},
+        {"norm", 1, &w->final_norm, hidden, one},
+        {"lm_head", c->own_head, &w->head, own_vocab, hidden},
+    };
+    return sala__item_set(item, &rules[index], "", rules[index].name[0] == 'm' ? 0 : -1);
 }
 
 static int sala__item_at(const sala__config *c, sala__weights *w, int index, sala__item *item) {
+    if (c->eagle) return sala__draft_item_at(c, w, index, item);
     const sala_dims *d = &c->dims;
     const int last = d->layers * SALA__RULES + 2, inside = index > 0 && index < last - 1;
     const int layer = inside ? (index - 1) / SALA__RULES : 0;
@@ -1908,19 +2195,9 @@ static int sala__item_at(const sala__config *c, sala__weights *w, int index, sal
         {"model.norm", 1, &w->final_norm, hidden, one},
         {"lm_head", !c->tied, &w->head, vocab, hidden},
     };
-    const sala__rule *rule = &rules[row];
-    if (!rule->present) return 0;
-    if (inside)
-        snprintf(item->name, sizeof item->name, "model.layers.%d.%s.weight", layer, rule->name);
-    else
-        snprintf(item->name, sizeof item->name, "%s.weight", rule->name);
-    item->layer = inside ? layer : -1;
-    item->weight = rule->weight;
-    item->n = rule->n.size;
-    item->k = rule->k.size;
-    item->n_name = rule->n.name;
-    item->k_name = rule->k.name;
-    return 1;
+    char prefix[32] = "";
+    if (inside) snprintf(prefix, sizeof prefix, "model.layers.%d.", layer);
+    return sala__item_set(item, &rules[row], prefix, inside ? layer : -1);
 }
 
 static inline int sala__is_4bit(int32_t format) {
@@ -2039,8 +2316,8 @@ static int sala__source_fuse(sala__weights *w, sala__source *s) {
             rows += parts[set][i]->n;
         }
         if (first < 0) continue;
-        snprintf(s->base, sizeof s->base, "model.layers.%d.%s", item->layer,
-                 set == 0 ? "self_attn.qkv_proj" : "mlp.gate_up_proj");
+        snprintf(s->base, sizeof s->base, "%.*s.%s", (int)(strrchr(s->own, '.') - s->own), s->own,
+                 set == 0 ? "qkv_proj" : "gate_up_proj");
         s->first = first;
         s->rows = rows;
         s->part = part;
@@ -2549,6 +2826,139 @@ static int sala__weights_bind(const sala__env *env, sala__checkpoint *ck, const 
     return code;
 }
 
+// ---- the tensors of an EAGLE-3 head ----
+
+// One spelling for all exports: no "model." in front, "midlayer." for "layers.0.", and the bias of fc
+// a weight like the others.
+static int sala__draft_names(sala__checkpoint *ck, sala_error *err) {
+    for (size_t i = 0; i < ck->tensor_count; i++) {
+        sala__tensor *t = &ck->tensors[i];
+        if (strncmp(t->name, "model.", 6) == 0) t->name += 6;
+        if (strncmp(t->name, "layers.0.", 9) == 0) // in the checkpoint's own strings
+            memcpy((char *)(uintptr_t)t->name, "midlayer.", 9);
+        if (strcmp(t->name, "fc.bias") == 0) t->name = "fc_bias.weight";
+    }
+    return sala__tensors_sort(ck, err);
+}
+
+// d2t, if it is there: int64 [draft_vocab] offsets. Token i of the head is the target's i + d2t[i].
+static int sala__draft_targets(const sala__checkpoint *ck, const sala__config *c,
+                               const sala__tensor *t, int32_t *ids, sala_error *err) {
+    int64_t before = -1;
+    if (t && (strcmp(t->dtype, "I64") != 0 || !sala__shape_is(t, c->draft_vocab, 0, 1)))
+        return sala__fail(err, SALA_E_MODEL,
+                          "%s: tensor d2t is %s with %lld elements; expected I64 and %d, "
+                          "draft_vocab_size",
+                          t->file, t->dtype, (long long)(t->rank == 1 ? t->shape[0] : -1),
+                          c->draft_vocab);
+    if (!t && c->draft_vocab != c->dims.vocab)
+        return sala__fail(err, SALA_E_MODEL,
+                          "%s: tensor d2t is missing: it says which of the %d tokens the %d of the "
+                          "draft head are",
+                          ck->folder, c->dims.vocab, c->draft_vocab);
+    for (int32_t i = 0; i < c->draft_vocab; i++) {
+        int64_t offset = 0;
+        if (t) memcpy(&offset, (const char *)t->data + 8 * (int64_t)i, 8);
+        int64_t id = offset > INT32_MAX || offset < -INT32_MAX ? -1 : i + offset;
+        if (id < 0 || id >= c->dims.vocab || id <= before)
+            return sala__fail(
+                err, SALA_E_MODEL,
+                "%s: tensor d2t: element %d is %lld; its tokens (element + its place) "
+                "must rise and lie below %d: does it hold tokens instead of offsets?",
+                t ? t->file : ck->folder, i, (long long)offset, c->dims.vocab);
+        ids[i] = (int32_t)(before = id);
+    }
+    return 0;
+}
+
+// t2d, if it is there, is true for exactly the target's tokens that the head knows.
+static int sala__draft_agrees(const sala__config *c, const sala__tensor *t, const int32_t *ids,
+                              sala_error *err) {
+    if (!t) return 0;
+    if (strcmp(t->dtype, "BOOL") != 0 || !sala__shape_is(t, c->dims.vocab, 0, 1))
+        return sala__fail(err, SALA_E_MODEL,
+                          "%s: tensor t2d is %s with %lld bytes; expected BOOL and vocab_size, %d",
+                          t->file, t->dtype, (long long)t->bytes, c->dims.vocab);
+    for (int32_t id = 0, i = 0; id < c->dims.vocab; id++) {
+        int in = i < c->draft_vocab && ids[i] == id, said = ((const char *)t->data)[id] != 0;
+        if (in != said)
+            return sala__fail(err, SALA_E_MODEL,
+                              "%s: tensor t2d is %s for token %d, but by d2t the head %s it: does "
+                              "d2t hold tokens instead of offsets?",
+                              t->file, said ? "true" : "false", id, in ? "knows" : "lacks");
+        i += in;
+    }
+    return 0;
+}
+
+static int sala__is_among(const int32_t *ids, int32_t count, int32_t id) { // rising
+    int32_t low = 0;
+    for (int32_t high = count; low < high;) {
+        int32_t middle = low + (high - low) / 2;
+        if (ids[middle] < id)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low < count && ids[low] == id;
+}
+
+// w->target_ids from d2t and t2d, or without files spread evenly.
+static int sala__draft_ids(const sala__env *env, sala__checkpoint *ck, const sala__config *c,
+                           const sala__config *target, sala__weights *w, sala_error *err) {
+    size_t bytes = (size_t)c->draft_vocab * sizeof *w->target_ids;
+    int code = 0;
+    w->target_ids = (int32_t *)sala__weights_take(env, w, bytes, "the draft vocabulary", err);
+    if (!w->target_ids) return SALA_E_MEMORY;
+    for (int64_t i = 0; i < c->draft_vocab && !ck; i++)
+        w->target_ids[i] = (int32_t)(i * c->dims.vocab / c->draft_vocab);
+    if (!ck) return 0;
+    code = sala__draft_targets(ck, c, sala__checkpoint_find(ck, "d2t"), w->target_ids, err);
+    if (code == 0)
+        code = sala__draft_agrees(c, sala__checkpoint_find(ck, "t2d"), w->target_ids, err);
+    for (int i = 0; i < target->eos_count && code == 0; i++)
+        if (!sala__is_among(w->target_ids, c->draft_vocab, target->eos[i]))
+            sala__log(env, SALA_LOG_WARNING,
+                      "%s: the end token %d is not in the draft vocabulary: ends are never drafted",
+                      ck->folder, target->eos[i]);
+    return code;
+}
+
+// What a head has not is the target's.
+static void sala__draft_share(const sala__config *c, sala__weights *w,
+                              const sala__weights *target) {
+    if (!c->own_embed) w->embed = target->embed;
+    if (!c->own_head) w->head = target->head;
+}
+
+static int sala__same_embedding(const sala__tensor *t, const sala_weight *w) {
+    return t->format == w->format && sala__shape_is(t, w->n, w->k, 2) && w->data &&
+           memcmp(t->data, w->data, (size_t)t->bytes) == 0;
+}
+
+// sala__weights_bind of a head. What it may or may not have goes into `c`. `from` are the target's.
+static int sala__draft_bind(const sala__env *env, sala__checkpoint *ck, sala__config *c,
+                            const sala__config *target, const sala__weights *from, sala__weights *w,
+                            sala_error *err) {
+    static const char *const tables[] = {"d2t", "t2d"};
+    int code = sala__draft_names(ck, err);
+    if (code < 0) return code;
+    sala__tensor *embed = sala__checkpoint_find(ck, "embed_tokens.weight");
+    c->own_embed = embed && !sala__same_embedding(embed, &from->embed);
+    if (embed) embed->used = !c->own_embed;
+    c->fc_bias = sala__checkpoint_find(ck, "fc_bias.weight") != NULL;
+    c->own_head = c->draft_vocab != c->dims.vocab || sala__source_kind(ck, "lm_head") != 0;
+    for (int i = 0; i < 2; i++) {
+        sala__tensor *t = sala__checkpoint_find(ck, tables[i]);
+        if (t) t->used = 1;
+    }
+    if ((code = sala__weights_bind(env, ck, c, w, err)) < 0) return code;
+    sala__draft_share(c, w, from);
+    code = sala__draft_ids(env, ck, c, target, w, err);
+    if (code < 0) sala__weights_free(env, w);
+    return code;
+}
+
 // What 4-bit weights need beyond their place: GPTQ's are put into rows, in memory; NVFP4's stay in
 // the file, but all their scales (a ninth of it) are read and checked.
 static int sala__weights_load(const sala__env *env, sala__checkpoint *ck, const sala__config *c,
@@ -2586,6 +2996,7 @@ static void sala__weights_forget(const sala__env *env, const sala__config *c, sa
         if (item.weight->format == SALA_INT4) item.weight->data = item.weight->scale = NULL;
     }
     sala__weights_free_blocks(env, w);
+    w->target_ids = NULL;
 }
 
 // What kinds of tensors there are, for people: "NVFP4, BF16 head" and "attention NVFP4, MLP ...".
@@ -2740,7 +3151,7 @@ static int sala__synthetic_formats(const sala__env *env, const sala__config *c, 
     size_t total = 0;
     for (int i = 0; i < sala__item_count(c); i++) {
         if (!sala__item_at(c, w, i, &item) || item.k == 1) continue;
-        if (item.layer < 0 && !(head && item.weight == &w->head)) continue;
+        if (item.layer < 0 && !c->eagle && !(head && item.weight == &w->head)) continue;
         int group = format == SALA_NVFP4 ? 16 : item.k % 128 == 0 ? 128 : 32;
         if (item.k % group)
             return sala__fail(err, SALA_E_ARGUMENT,
@@ -8507,8 +8918,8 @@ static int64_t sala__gpu_unpack_bytes(const sala__config *c, sala__weights *w, i
     sala__item item;
     int64_t most = 0, sum = 0; // sum: of q, k, v and the gate
     for (int i = 0; i < sala__item_count(c); i++) {
-        if (!sala__item_at(c, w, i, &item) || item.layer < 0) continue;
-        const sala__layer *l = &w->layers[item.layer];
+        if (!sala__item_at(c, w, i, &item) || item.weight == &w->head) continue;
+        const sala__layer *l = &w->layers[item.layer < 0 ? 0 : item.layer];
         const sala_weight *x = item.weight;
         sala__gpu_place p = sala__gpu_place_of(&item, w);
         int64_t bytes = p.block && p.layout != 3 ? p.rows * item.k * 2 : 0;
@@ -8686,6 +9097,20 @@ static int sala__gpu_weights(sala__gpu *g, const sala__config *c, sala__weights 
     sala__cuda_release(&g->cuda, slab, (size_t)SALA__SLAB);
     return code;
 }
+
+// The same of a draft head; `target` has what it shares, there.
+static int sala__gpu_draft_weights(sala__gpu *g, const sala__config *c, sala__weights *from,
+                                   const sala__weights *target, const sala_options *o,
+                                   sala__weights *w, sala_error *err) {
+    size_t bytes = (size_t)c->draft_vocab * sizeof *w->target_ids;
+    int code = sala__gpu_weights(g, c, from, o, w, err);
+    if (code < 0) return code;
+    sala__draft_share(c, w, target);
+    w->target_ids = (int32_t *)sala__gpu_take(g, bytes, "the draft vocabulary", err);
+    if (!w->target_ids) return err && err->code ? err->code : SALA_E_MEMORY;
+    code = sala__cuda_upload(&g->cuda, sala__on_gpu(w->target_ids), from->target_ids, bytes, err);
+    return code < 0 ? code : sala__cuda_wait(&g->cuda, err);
+}
 /* -----------------------------------------------------------------------------------------------
    [10] MODEL AND MEMORY: the plan of every byte, pages and slots
 
@@ -8707,9 +9132,10 @@ typedef struct sala__plan {
     size_t pending;        // elements of one pending path, one layer, one of k and v
     size_t thread_scratch; // bytes
     int64_t kv_bytes, state_bytes, pending_bytes, scratch_bytes;
-    int64_t unpack_bytes; // of sala__gpu_unpack_bytes
-    int64_t weight_bytes; // made or copied, not mapped
-    int64_t limit;        // bytes that these six may take
+    int64_t unpack_bytes;       // of sala__gpu_unpack_bytes
+    int64_t weight_bytes;       // made or copied, not mapped
+    int64_t draft_weight_bytes; // of the draft head, the same
+    int64_t limit;              // bytes that these seven may take
 } sala__plan;
 
 // The draft head's cache of one sequence: pages of 64 tokens, the first page kept as an anchor, then a
@@ -8857,6 +9283,7 @@ struct sala {
     sala__config draft_config;
     sala__checkpoint draft_checkpoint;
     sala__weights draft_weights, gpu_draft_weights;
+    int64_t gpu_draft_weight_bytes;
     // requests and events
     sala__request *requests;
     int64_t next_id;
@@ -9094,9 +9521,11 @@ static int64_t sala__measure(sala *s) {
             p->scratch_bytes += (int64_t)(b[i].count * b[i].size);
     p->weight_bytes =
         o->synthetic ? s->weights.bytes : s->weights.copied; // the rest is the page cache's
+    p->draft_weight_bytes = o->synthetic ? s->draft_weights.bytes : s->draft_weights.copied;
     if (s->on_gpu) p->weight_bytes = s->gpu_weight_bytes;
+    if (s->on_gpu) p->draft_weight_bytes = s->gpu_draft_weight_bytes;
     return p->kv_bytes + p->state_bytes + p->pending_bytes + p->scratch_bytes + p->unpack_bytes +
-           p->weight_bytes;
+           p->weight_bytes + p->draft_weight_bytes;
 }
 
 // How prefill multiplies with 4-bit weights on this device (design.md 4).
@@ -9107,6 +9536,10 @@ static int sala__choose_prefill(sala *s, sala_error *err) {
     sala__item item;
     int nvfp4 = 0;
     s->formats = s->w4a4 = 0;
+    for (int i = 0; s->has_draft && i < sala__item_count(&s->draft_config); i++)
+        if (sala__item_at(&s->draft_config, &s->draft_weights, i, &item) &&
+            sala__is_4bit(item.weight->format))
+            s->formats |= 1 << item.weight->format;
     for (int i = 0; i < sala__item_count(&s->config); i++) {
         if (!sala__item_at(&s->config, &s->weights, i, &item)) continue;
         const sala_weight *w = item.weight;
@@ -9126,6 +9559,10 @@ static int sala__choose_prefill(sala *s, sala_error *err) {
     s->w4a4 = strcmp(ask, "w4a4") == 0 || (strcmp(ask, "auto") == 0 && nvfp4 && !*lacking &&
                                            s->on_gpu && sala__cuda_has_fp4(cuda));
     s->plan.unpack_bytes = s->on_gpu ? sala__gpu_unpack_bytes(&s->config, &s->weights, s->w4a4) : 0;
+    if (s->on_gpu && s->has_draft) {
+        int64_t draft = sala__gpu_unpack_bytes(&s->draft_config, &s->draft_weights, 0);
+        if (draft > s->plan.unpack_bytes) s->plan.unpack_bytes = draft;
+    }
     return 0;
 }
 
@@ -9148,16 +9585,17 @@ static int sala__make_plan(sala *s, sala_error *err) {
     int64_t total = sala__measure(s);
     if (total < 0) return sala__fail(err, SALA_E_MEMORY, "the plan takes more than 1000 TB");
     if (total <= p->limit) return 0;
-    return sala__fail(err, SALA_E_MEMORY,
-                      "the plan takes %.1f MiB (weights %.1f, K/V %.1f, states %.1f, pending paths "
-                      "%.1f, unpacking %.1f, scratch %.1f) but %.1f MiB are %s%s: lower context "
-                      "(%lld), kv-tokens (%lld), max-sequences (%d) or chunk (%d)",
-                      (double)total * mib, (double)p->weight_bytes * mib, (double)p->kv_bytes * mib,
-                      (double)p->state_bytes * mib, (double)p->pending_bytes * mib,
-                      (double)p->unpack_bytes * mib, (double)p->scratch_bytes * mib,
-                      (double)p->limit * mib, o->memory_limit ? "allowed" : "free",
-                      s->on_gpu ? " on the GPU" : "", (long long)o->context,
-                      (long long)o->kv_tokens, o->max_sequences, o->chunk);
+    return sala__fail(
+        err, SALA_E_MEMORY,
+        "the plan takes %.1f MiB (weights %.1f, draft head %.1f, K/V %.1f, states "
+        "%.1f, pending paths %.1f, unpacking %.1f, scratch %.1f) but %.1f MiB are "
+        "%s%s: lower context (%lld), kv-tokens (%lld), max-sequences (%d) or chunk "
+        "(%d)",
+        (double)total * mib, (double)p->weight_bytes * mib, (double)p->draft_weight_bytes * mib,
+        (double)p->kv_bytes * mib, (double)p->state_bytes * mib, (double)p->pending_bytes * mib,
+        (double)p->unpack_bytes * mib, (double)p->scratch_bytes * mib, (double)p->limit * mib,
+        o->memory_limit ? "allowed" : "free", s->on_gpu ? " on the GPU" : "", (long long)o->context,
+        (long long)o->kv_tokens, o->max_sequences, o->chunk);
 }
 
 // The longest single sequence that would fit, everything else being as it is.
@@ -9170,8 +9608,11 @@ static int64_t sala__longest_context(const sala *s) {
     trial.lightning_layers = s->lightning_layers;
     trial.weights.bytes = s->weights.bytes;
     trial.weights.copied = s->weights.copied;
+    trial.draft_weights.bytes = s->draft_weights.bytes;
+    trial.draft_weights.copied = s->draft_weights.copied;
     trial.on_gpu = s->on_gpu;
     trial.gpu_weight_bytes = s->gpu_weight_bytes;
+    trial.gpu_draft_weight_bytes = s->gpu_draft_weight_bytes;
     trial.plan.unpack_bytes = s->plan.unpack_bytes;
     int64_t block = s->config.dims.block, fits = 0, most = ((int64_t)1 << 30) / block;
     while (fits < most) {
@@ -9211,23 +9652,26 @@ static int sala__default_options(sala *s, const sala_options *options, sala_erro
     return 0;
 }
 
+// The path of a folder's config.json, which a synthetic model's path is itself.
+static int sala__config_path(const sala *s, const char *path, char **file, sala_error *err) {
+    struct stat st;
+    int synthetic = s->options.synthetic;
+    if (!synthetic && stat(path, &st) < 0)
+        return sala__fail(err, SALA_E_FILE, "%s: no such model folder: %s", path, strerror(errno));
+    if (!synthetic && !S_ISDIR(st.st_mode))
+        return sala__fail(err, SALA_E_FILE,
+                          "%s: not a folder; give the folder that holds config.json", path);
+    *file = sala__join(&s->env, synthetic ? "" : path, synthetic ? path : "config.json", err);
+    return *file ? 0 : SALA_E_MEMORY;
+}
+
 // Read config, weights and (unless only a plan is wanted) tokenizer.
-static int sala__read_files(sala *s, const char *path, int tokenizer, sala_error *err) {
-    int code = 0;
+static int sala__read_target(sala *s, const char *path, int tokenizer, sala_error *err) {
     char *file = NULL;
-    if (!s->options.synthetic) {
-        struct stat st;
-        if (stat(path, &st) < 0)
-            return sala__fail(err, SALA_E_FILE, "%s: no such model folder: %s", path,
-                              strerror(errno));
-        if (!S_ISDIR(st.st_mode))
-            return sala__fail(err, SALA_E_FILE,
-                              "%s: not a folder; give the folder that holds config.json", path);
-        file = sala__join(&s->env, path, "config.json", err);
-        if (!file) return SALA_E_MEMORY;
-    }
+    int code = sala__config_path(s, path, &file, err);
+    if (code < 0) return code;
     sala__progress(&s->env, "reading the configuration", 0);
-    code = sala__config_read(&s->env, file ? file : path, &s->config, err);
+    code = sala__config_read(&s->env, file, &s->config, err);
     sala__release(&s->env, file);
     if (code < 0) return code;
     sala_dims *m = &s->config.dims;
@@ -9256,6 +9700,33 @@ static int sala__read_files(sala *s, const char *path, int tokenizer, sala_error
         sala__tokenizer_open(&s->env, path, m->vocab, s->options.chat_template, &s->tokenizer, err);
     s->has_tokenizer = code == 0;
     return code;
+}
+
+// The same of the draft head, if there is one and it may be used.
+static int sala__read_draft(sala *s, sala_error *err) {
+    const char *path = s->options.draft, *spec = s->options.spec;
+    sala__config *c = &s->draft_config;
+    sala__weights *w = &s->draft_weights;
+    char *file = NULL;
+    if (!path || (spec && (strcmp(spec, "off") == 0 || strcmp(spec, "ngram") == 0))) return 0;
+    int code = sala__config_path(s, path, &file, err);
+    if (code < 0) return code;
+    code = sala__draft_config_read(&s->env, file, &s->config, c, err);
+    sala__release(&s->env, file);
+    if (code < 0) return code;
+    s->has_draft = 1;
+    if (s->options.synthetic) {
+        code = sala__synthetic_plan(&s->env, c, w, &s->options, err);
+        return code < 0 ? code : sala__draft_ids(&s->env, NULL, c, &s->config, w, err);
+    }
+    if ((code = sala__scheme_files_read(&s->env, path, c, err)) < 0) return code;
+    if ((code = sala__checkpoint_open(&s->env, path, &s->draft_checkpoint, err)) < 0) return code;
+    return sala__draft_bind(&s->env, &s->draft_checkpoint, c, &s->config, &s->weights, w, err);
+}
+
+static int sala__read_files(sala *s, const char *path, int tokenizer, sala_error *err) {
+    int code = sala__read_target(s, path, tokenizer, err);
+    return code < 0 ? code : sala__read_draft(s, err);
 }
 
 static void sala__frequencies(float theta, int dim, float *out) { // out: [dim / 2]
@@ -9395,6 +9866,12 @@ static int sala__choose_device(sala *s, sala_error *err) {
                ? sala__gpu_supports(&s->config.dims, &reason)
                : sala__fail(&reason, SALA_E_DEVICE, "kernels have BF16 activations, not FP32");
     if (code == 0) code = sala__gpu_takes(&s->config, &s->weights, &reason);
+    if (code == 0 && s->has_draft) {
+        sala_error why;
+        code = sala__gpu_supports(&s->draft_config.dims, &why);
+        if (code == 0) code = sala__gpu_takes(&s->draft_config, &s->draft_weights, &why);
+        if (code < 0) sala__fail(&reason, code, "the draft head: %s", why.text);
+    }
     if (code < 0) {
         sala__cuda_close(&s->gpu.cuda);
         if (text && strcmp(text, "auto") != 0) return sala__fail(err, code, "%s", reason.text);
@@ -9409,6 +9886,9 @@ static int sala__choose_device(sala *s, sala_error *err) {
     s->gpu_free = (int64_t)(free_mib * 1048576) - SALA__DRIVER_NEEDS;
     if (s->gpu_free < 0) s->gpu_free = 0;
     s->gpu_weight_bytes = sala__gpu_weights_total(&s->config, &s->weights);
+    if (s->has_draft)
+        s->gpu_draft_weight_bytes = sala__gpu_weights_total(&s->draft_config, &s->draft_weights) +
+                                    4 * (int64_t)s->draft_config.draft_vocab;
     return 0;
 }
 
@@ -9423,6 +9903,19 @@ static void sala__fill_part(void *context, int64_t part, int thread) {
     (void)thread;
     sala__weights_fill(&s->config, &s->weights, s->options.synthetic_seed, (int)part,
                        SALA__FILL_PARTS);
+    if (s->has_draft)
+        sala__weights_fill(&s->draft_config, &s->draft_weights, s->options.synthetic_seed,
+                           (int)part, SALA__FILL_PARTS);
+}
+
+static int sala__make_draft(sala *s, sala_error *err) { // synthetic
+    sala__config *c = &s->draft_config;
+    sala__weights *w = &s->draft_weights;
+    sala__weights_free(&s->env, w);
+    int code = sala__weights_allocate(&s->env, c, w, &s->options, err);
+    if (code == 0) code = sala__draft_ids(&s->env, NULL, c, &s->config, w, err);
+    sala__draft_share(c, w, &s->weights);
+    return code;
 }
 
 static int sala__open_cpu(sala *s, sala_error *err) {
@@ -9433,6 +9926,7 @@ static int sala__open_cpu(sala *s, sala_error *err) {
     sala__progress(&s->env, "making weights", 0.7);
     sala__weights_free(&s->env, &s->weights);
     code = sala__weights_allocate(&s->env, &s->config, &s->weights, &s->options, err);
+    if (code == 0 && s->has_draft) code = sala__make_draft(s, err);
     if (code == 0) sala__parallel(&s->cpu, SALA__FILL_PARTS, sala__fill_part, s);
     return code;
 }
@@ -9442,6 +9936,11 @@ static int sala__start(sala *s, sala_error *err) {
     int code = sala__make_plan(s, err);
     if (code == 0 && !s->options.synthetic)
         code = sala__weights_load(&s->env, &s->checkpoint, &s->config, &s->weights, err);
+    if (code == 0 && !s->options.synthetic && s->has_draft)
+        code = sala__weights_load(&s->env, &s->draft_checkpoint, &s->draft_config,
+                                  &s->draft_weights, err);
+    if (code == 0 && s->has_draft)
+        sala__draft_share(&s->draft_config, &s->draft_weights, &s->weights);
     if (code == 0 && s->on_gpu) code = sala__cuda_enter(&s->gpu.cuda, err);
     if (code < 0) return code;
     s->gpu.units = sala__gpu_units(s);
@@ -9453,6 +9952,9 @@ static int sala__start(sala *s, sala_error *err) {
     if (code == 0 && s->on_gpu)
         code =
             sala__gpu_weights(&s->gpu, &s->config, &s->weights, &s->options, &s->gpu_weights, err);
+    if (code == 0 && s->on_gpu && s->has_draft)
+        code = sala__gpu_draft_weights(&s->gpu, &s->draft_config, &s->draft_weights,
+                                       &s->gpu_weights, &s->options, &s->gpu_draft_weights, err);
     if (s->on_gpu) sala__cuda_leave(&s->gpu.cuda);
     return code == 0 && !s->on_gpu ? sala__open_cpu(s, err) : code;
 }
@@ -9482,6 +9984,7 @@ static void sala__stop(sala *s) {
     }
     if (s->on_gpu) sala__gpu_close(&s->gpu);
     sala__weights_free(&env, &s->gpu_weights);
+    sala__weights_free(&env, &s->gpu_draft_weights);
     s->pages = NULL;
     s->nodes = NULL;
     s->cpu_open = s->on_gpu = 0;
@@ -9503,7 +10006,10 @@ static int sala__open(sala *s, const char *path, sala_error *err) {
     } else {
         code = sala__start(s, err);
     }
-    if (code == 0 && s->on_gpu) sala__weights_forget(&s->env, &s->config, &s->weights);
+    if (code == 0 && s->on_gpu) {
+        sala__weights_forget(&s->env, &s->config, &s->weights);
+        if (s->has_draft) sala__weights_forget(&s->env, &s->draft_config, &s->draft_weights);
+    }
     if (code == 0) sala__progress(&s->env, "ready", 1);
     return code;
 }
@@ -9531,6 +10037,9 @@ SALA_API void sala_close(sala *s) {
     sala__release(&env, s->event_text.data);
     sala__release(&env, s->event_top);
     if (s->has_tokenizer) sala__tokenizer_close(&s->tokenizer);
+    sala__weights_free(&env, &s->draft_weights);
+    sala__checkpoint_close(&s->draft_checkpoint);
+    sala__config_free(&env, &s->draft_config);
     sala__weights_free(&env, &s->weights);
     sala__checkpoint_close(&s->checkpoint);
     sala__config_free(&env, &s->config);
@@ -9572,6 +10081,18 @@ SALA_API const char *sala_version(void) {
 static int64_t
 sala__state_traffic(const sala *s) { // bytes of lightning state that one token reads and writes
     return 2 * (int64_t)s->plan.state * 4 * s->lightning_layers;
+}
+
+// What the draft head is: "437 M parameters, NVFP4, layers 1 15 28".
+static void sala__draft_text(sala *s, char out[160]) {
+    char format[64], kinds[160];
+    const int32_t *aux = s->draft_config.aux;
+    double parameters = (double)s->draft_weights.parameters;
+    sala__formats_name(&s->draft_config, &s->draft_weights, format, kinds);
+    snprintf(out, 160, "%.*f M parameters, %s, layers %d %d %d%s%s", parameters < 1e7,
+             parameters / 1e6, format, aux[0], aux[1], aux[2],
+             s->draft_config.own_embed ? ", own embedding" : "",
+             s->draft_config.own_head ? "" : ", the model's head");
 }
 
 SALA_API void sala_get_info(sala *s, sala_info *info) {
@@ -9616,8 +10137,12 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
     info->pending_bytes = p->pending_bytes;
     info->unpack_bytes = p->unpack_bytes;
     info->scratch_bytes = p->scratch_bytes;
-    info->total_bytes = info->weight_bytes + p->kv_bytes + p->state_bytes + p->pending_bytes +
-                        p->unpack_bytes + p->scratch_bytes;
+    if (s->has_draft) {
+        info->draft_weight_bytes = s->on_gpu ? s->gpu_draft_weight_bytes : s->draft_weights.bytes;
+        sala__draft_text(s, info->draft);
+    }
+    info->total_bytes = info->weight_bytes + info->draft_weight_bytes + p->kv_bytes +
+                        p->state_bytes + p->pending_bytes + p->unpack_bytes + p->scratch_bytes;
     info->kv_bytes_per_token = p->pages ? p->kv_bytes / p->pages / m->block : 0;
     info->state_bytes_per_sequence = (int64_t)p->state * 4 * s->lightning_layers;
     info->decode_bytes = s->weights.decode_bytes + sala__state_traffic(s);
@@ -10979,8 +11504,11 @@ SALA_API void sala_free(sala *s, void *pointer) {
 SALA_API int sala_check_weights(sala *s, sala_error *err) {
     sala__clear(err);
     if (s->on_gpu && s->options.synthetic) return 0; // never on the host, and a hash makes no NaN
-    return sala__weights_check(&s->env, &s->config, &s->weights,
-                               s->options.synthetic ? NULL : &s->checkpoint, err);
+    int code = sala__weights_check(&s->env, &s->config, &s->weights,
+                                   s->options.synthetic ? NULL : &s->checkpoint, err);
+    if (code < 0 || !s->has_draft) return code;
+    return sala__weights_check(&s->env, &s->draft_config, &s->draft_weights,
+                               s->options.synthetic ? NULL : &s->draft_checkpoint, err);
 }
 #ifndef __clang__
 #pragma GCC pop_options
