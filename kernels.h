@@ -462,6 +462,26 @@ typedef struct sala_gate_args {
     sala_act *y;          // [rows, width] on a GPU not o, which other blocks still read
 } sala_gate_args;
 
+// The row of the tree below `row` whose token it is, or -1.
+SALA_FN int32_t sala_child_row(const sala_rows *rows, const sala_seq *s, int32_t row,
+                               int32_t token) {
+    int32_t depth = rows->position[row] - s->stored;
+    for (int32_t r = s->first_row + 1; r < s->first_row + s->rows; r++)
+        if (rows->token[r] == token && rows->position[r] - s->stored == depth + 1 &&
+            rows->path[r * SALA_MAX_PATH + depth] == row)
+            return r;
+    return -1;
+}
+
+// Which path of each tree the choices go along: from a row to its child that has the token chosen
+// there, as long as there is one. Choices of other rows are not read.
+typedef struct sala_accept_args {
+    const sala_rows *rows;  // at most SALA_MAX_NODES of a sequence
+    const int32_t *chosen;  // [rows] -1: unusable logits
+    int32_t *accepted;      // [seq_count] nodes of the path, the root included
+    int32_t *accepted_rows; // [seq_count, SALA_MAX_PATH] the path, root first
+} sala_accept_args;
+
 // After the tokens are chosen. accepted[s] nodes of sequence s become part of it, listed root first
 // in accepted_rows[s]: sparse layers copy K, V and completed rows into pages, lightning layers move
 // k, v to the pending path. One call for all layers.
@@ -495,6 +515,7 @@ typedef struct sala_commit_args {
     X(attend, attend)                                                                              \
     X(gemm_norm, gemm_norm)                                                                        \
     X(gemm_swiglu, gemm_swiglu)                                                                    \
+    X(accept, accept)                                                                              \
     X(commit, commit)                                                                              \
     X(capture, capture)                                                                            \
     X(keep, keep)                                                                                  \
@@ -1058,6 +1079,7 @@ typedef struct sala_sample_args {
     X(attend, sala_attend_args, 128, 0)                                                            \
     X(attend_combine, sala_attend_args, 256, 0)                                                    \
     X(sample, sala_sample_args, 1024, 0)                                                           \
+    X(accept, sala_accept_args, 32, 0)                                                             \
     X(commit, sala_commit_args, 128, 0)                                                            \
     X(prefill_gemm, sala_product_args, 128, 1)                                                     \
     X(prefill_gla, sala_gla_args, 320, 1)                                                          \

@@ -1592,6 +1592,33 @@ extern "C" __global__ void __launch_bounds__(128, 4)
 
 // ---- 7. after the tokens are chosen
 
+// The path of each tree that its choices go along. Blocks: sequences, a lane a node. Reads 16 bytes a
+// node, writes the path. Twin: sala__op_accept.
+extern "C" __global__ void __launch_bounds__(32, 1)
+    sala_accept(const __grid_constant__ sala_accept_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    int i = (int)blockIdx.x, lane = (int)threadIdx.x, parent = -1, token = -1, chosen = -1,
+        count = 0;
+    if (i >= a.rows->seq_count) return;
+    const sala_seq *s = &a.rows->seqs[i];
+    if (lane < s->rows) {
+        int r = s->first_row + lane, depth = a.rows->position[r] - s->stored;
+        chosen = a.chosen[r];
+        if (depth > 0) {
+            token = a.rows->token[r];
+            parent = a.rows->path[r * SALA_MAX_PATH + depth - 1] - s->first_row;
+        }
+    }
+#pragma unroll 1
+    for (int at = 0; at >= 0; count++) { // counts from the sequence's first row
+        if (lane == 0) a.accepted_rows[i * SALA_MAX_PATH + count] = s->first_row + at;
+        int next = __shfl_sync(0xFFFFFFFFu, chosen, at);
+        at = __ffs((int)__ballot_sync(0xFFFFFFFFu, parent == at && token == next)) - 1;
+    }
+    if (lane == 0) a.accepted[i] = count;
+}
+
 // Copy K, V and completed compressed rows of node r into the pages of its sequence.
 SALA_DEVICE void sala_commit_sparse(const sala_commit_args *a, const sala_seq *s, int layer,
                                     int r) {
@@ -4152,7 +4179,9 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     best = m->found_weight;
     uint32_t rank = ~(uint32_t)(best >> 32);
     int32_t token = rank == 0 || rank >= SALA_RANK_INFINITE ? -1 : (int32_t)(uint32_t)best;
-    if (token >= 0 && m->row.temperature > 0) {
+    const bool forced = token >= 0 && m->row.forced >= 0;
+    if (forced) token = m->row.forced;
+    if (token >= 0 && !forced && m->row.temperature > 0) {
         uint64_t sum = sala_sample_weigh(logits, limit, sala_unrank(rank), vocab, weights);
         const sala_head head = {logits, weights, vocab, 1, ~(uint64_t)0};
         token = sala_sample_draw(head, sala_block_sums(sum).total);

@@ -7182,6 +7182,17 @@ static void sala__op_gemm_norm(sala__cpu *cpu, const sala_gemm_norm_args *a) {
     sala__op_norm(cpu, &a->norm);
 }
 
+static void sala__op_accept(sala__cpu *cpu, const sala_accept_args *a) {
+    (void)cpu;
+    for (int i = 0; i < a->rows->seq_count; i++) {
+        const sala_seq *s = &a->rows->seqs[i];
+        int n = 0;
+        for (int r = s->first_row; r >= 0; r = sala_child_row(a->rows, s, r, a->chosen[r]))
+            a->accepted_rows[i * SALA_MAX_PATH + n++] = r;
+        a->accepted[i] = n;
+    }
+}
+
 // One accepted node of a sparse layer: K, V and the compressed rows it completed go where prefill
 // puts them.
 static void sala__commit_sparse(const sala_commit_args *a, const sala_seq *s, int layer, int r) {
@@ -8293,8 +8304,9 @@ static const struct {
 #undef SALA__KERNEL_ROW
 };
 
-typedef struct sala__graph { // a recorded pass
-    int rows, seqs, logits;  // of its bucket; with logits and sampling
+typedef struct sala__graph {    // a recorded verify pass
+    int rows, seqs, tree_slots; // of its bucket
+    int64_t used;               // when it last ran, in passes
     sala__cu_exec exec;
 } sala__graph;
 
@@ -8306,7 +8318,7 @@ typedef struct sala__gpu {
     const sala_dims *dims;
     int multiprocessors;
     int rows, seqs; // bucket of the pass that is being launched
-    int tree_slots; // saved states of branching trees, see sala_gla_verify; 0 for chains
+    int tree_slots; // saved states that the trees need, see sala_gla_verify; 0 for chains
     int early;      // kernels may start while the one before them ends (PDL)
     int prefill;    // the pass is a chunk of a prompt: operations take that form
     void *unpacked; // scratch for 4-bit weights of a prefill's product, see sala__unpack_weights
@@ -8322,6 +8334,7 @@ typedef struct sala__gpu {
     sala_error error; // the first of a pass's launches
     sala__graph graphs[SALA__GRAPHS];
     int graph_count, no_graphs; // no_graphs: one could not be made
+    int64_t passes;             // that ran as graphs
     sala__cu_memory *taken;     // [taken_count] everything that was allocated
     size_t taken_count, taken_capacity;
 } sala__gpu;
@@ -8380,6 +8393,10 @@ static void sala__launch_gla_verify(sala__gpu *g, const sala_gla_args *a) {
     with.tree_slots = g->tree_slots < 8 ? g->tree_slots : 8; // owners are eight bytes of a word
     sala__launch(g, SALA__KERNEL_gla_verify, g->dims->lin_heads * (g->dims->lin_dim / 16), g->seqs,
                  1, SALA__GLA_SHARED + with.tree_slots * SALA__GLA_SAVED, &with);
+}
+
+static void sala__launch_accept(sala__gpu *g, const sala_accept_args *a) {
+    sala__launch(g, SALA__KERNEL_accept, g->seqs, 1, 1, 0, a);
 }
 
 // Paths cannot be longer than the pass has rows.
@@ -8767,6 +8784,7 @@ static void sala__run_gpu(sala__gpu *g, int operation, const void *args) {
     case SALA__OP_gemm_swiglu:
         sala__launch_gemm_swiglu(g, (const sala_gemm_swiglu_args *)args);
         break;
+    case SALA__OP_accept: sala__launch_accept(g, (const sala_accept_args *)args); break;
     case SALA__OP_commit: sala__launch_commit(g, (const sala_commit_args *)args); break;
     case SALA__OP_capture: sala__launch_capture(g, (const sala_capture_args *)args); break;
     case SALA__OP_keep: sala__launch_keep(g, (const sala_keep_args *)args); break;
@@ -9166,8 +9184,11 @@ typedef struct sala__spec {
     int64_t indexed;                  // tokens of the sequence that are in it
     int32_t misses, off_until_step;   // firings in a row that failed
     int32_t steps, fallback_until_step;
-    sala_tree tree; // of this verify
-    int32_t source; // SALA_DRAFT_*
+    int32_t
+        deepest; // depth that a node of the next tree may have; then it fits pages and max_tokens
+    sala_tree tree;              // of this verify
+    int32_t source;              // SALA_DRAFT_*
+    int32_t row[SALA_MAX_NODES]; // of each of its nodes, from the sequence's first row on
 } sala__spec;
 
 enum { SALA__WAITING, SALA__PREFILL, SALA__DECODE };
@@ -9181,8 +9202,9 @@ typedef struct sala__request { // a list in order of arrival
     int32_t took_root; // tokens[0] was the last chosen token of its sequence
     int32_t segment_start;
     int64_t max_tokens, chosen;
-    int32_t tables_sent; // counts and biases lie on the GPU
-    int32_t *force;      // [force_count]
+    int64_t
+        counts_sent; // tokens of the history that the GPU's counts know of; 0: no table is there
+    int32_t *force;  // [force_count]
     int64_t force_count;
     int32_t *stop_tokens; // [stop_token_count]
     int32_t stop_token_count, ignore_eos, logprobs, want_rows;
@@ -9207,9 +9229,9 @@ typedef struct sala__choice {
     sala_logprob top[20];
 } sala__choice;
 
-typedef struct sala__event { // its text and list of logprobs are offsets until it is handed out
+typedef struct sala__event { // what its lists are: offsets until it is handed out
     sala_event event;
-    size_t text, top;
+    size_t text, top, nodes;
 } sala__event;
 
 struct sala {
@@ -9247,17 +9269,17 @@ struct sala {
     sala_rows *step_rows;                    // of the GPU: its own addresses
     sala_seq *seqs;                          // [node_rows]
     int32_t *token, *position, *seq, *paths; // [rows] x 3, [node_rows, SALA_MAX_PATH]
-    int32_t *accepted, *accepted_rows;       // [node_rows], [node_rows, SALA_MAX_PATH]
     sala_sampling *sampling;                 // [node_rows] of the GPU
     char *gpu_step;                          // the copy of it there
     int32_t *page_tables;                    // [slots, plan.blocks] there
     sala_pages *gpu_pages;                   // [sparse_layers] `pages`, there
     sala_nodes *gpu_nodes;                   // [sparse_layers] `nodes`, there
     float *logits;                           // [node_rows, vocab] there
-    int32_t *counts, *chosen;                // [slots, vocab], [node_rows] there
+    int32_t *chosen, *result;                // [node_rows, 2 + SALA_MAX_PATH] see sala__pass, and
+                                             // where the loop reads it: page-locked, or the same
+    int32_t *counts;                         // [slots, vocab] there
     float *biases, *sample_weight;   // [slots, vocab], [node_rows, sala_sample_stride] there
     int32_t *sample_arrivals;        // [node_rows] there
-    int32_t *tokens_out;             // [node_rows] page-locked: what was chosen
     char *peek;                      // one activation of a pass, to be looked at
     sala_act *x, *y, *branch;        // [rows, hidden]
     sala_act *q, *gate, *o;          // [rows, heads * dim]
@@ -9271,13 +9293,13 @@ struct sala {
     sala_nodes *nodes;         // [sparse_layers] of [node_rows, kv_heads, head_dim]
     sala_act *node_k, *node_v; // [lightning_layers, node_rows, lin_kv_heads, lin_dim]
     float *prefill_logits;     // [logits_rows, vocab]
-    float *verify_logits;      // [slots, vocab]
+    float *verify_logits;      // [node_rows, vocab]
     float *prefill_hidden,
         *verify_hidden; // [layers + 2, rows, hidden], [rows, layers + 2, hidden] or NULL
     int32_t *prefill_blocks,
         *verify_blocks;    // [sparse, rows, kv_heads, top_k], [rows, sparse, ...] or NULL
     char *sample_scratch;  // [threads, sala__sampler_scratch]
-    sala__choice *choices; // [slots]
+    sala__choice *choices; // [node_rows]
     // the draft head, if there is one
     int has_draft;
     sala__config draft_config;
@@ -9293,9 +9315,13 @@ struct sala {
     sala__string event_text;
     sala_logprob *event_top;
     size_t event_top_count, event_top_capacity;
+    int32_t *event_nodes; // of each tree [4, node_count]: token, parent, accepted, score
+    size_t event_nodes_count, event_nodes_capacity;
     // tools/quantize.c: sees every operation before it runs; NULL otherwise
     void (*observe)(void *observer, int operation, const void *args);
     void *observer;
+    // tests and tools/bench.c: puts other trees in the place of the planned ones; NULL otherwise
+    void (*plant)(sala *s, sala__request **active, int count, int rows);
 };
 
 // ---- the plan ----
@@ -9402,17 +9428,18 @@ static int sala__buffers(sala *s, sala__buffer *b) {
         {(void **)&s->quant_ffn.scales, words * ((ffn + 63) / 64), 1, SALA__DEVICE, "activations"},
         {(void **)&s->cos_sin, rows * (size_t)m->lin_dim, 4, SALA__DEVICE, "rotary tables"},
         {(void **)&s->sparse_cos_sin, rows * (size_t)m->head_dim, 4, SALA__DEVICE, "rotary tables"},
-        {(void **)&s->choices, slots, sizeof(sala__choice), SALA__HOST, "choices"},
+        {(void **)&s->choices, nodes, sizeof(sala__choice), SALA__HOST, "choices"},
+        {(void **)&s->chosen, nodes * (2 + SALA_MAX_PATH), 4, SALA__DEVICE, "choices"},
         {(void **)&s->blocks, rows * lists, 4, SALA__DEVICE, "block lists"},
         {(void **)&s->block_count, rows * kv_heads, 4, SALA__DEVICE, "block lists"},
         {(void **)&s->node_k, lightning * nodes * lin, act, SALA__DEVICE, "verify scratch"},
         {(void **)&s->node_v, lightning * nodes * lin, act, SALA__DEVICE, "verify scratch"},
         {(void **)&s->prefill_logits, shown * vocab, 4, SALA__HOST, "logits"},
-        {(void **)&s->verify_logits, slots * vocab, 4, SALA__HOST, "logits"},
+        {(void **)&s->verify_logits, nodes * vocab, 4, SALA__HOST, "logits"},
         {(void **)&s->prefill_hidden, shown * show_hidden, 4, SALA__HOST, "hidden states"},
-        {(void **)&s->verify_hidden, slots * show_hidden, 4, SALA__HOST, "hidden states"},
+        {(void **)&s->verify_hidden, nodes * show_hidden, 4, SALA__HOST, "hidden states"},
         {(void **)&s->prefill_blocks, shown * show_blocks, 4, SALA__HOST, "selected blocks"},
-        {(void **)&s->verify_blocks, slots * show_blocks, 4, SALA__HOST, "selected blocks"},
+        {(void **)&s->verify_blocks, nodes * show_blocks, 4, SALA__HOST, "selected blocks"},
         {(void **)&s->sample_scratch, (size_t)s->options.threads * sala__sampler_scratch(m->vocab),
          1, SALA__CPU, "sampling"},
         {(void **)&s->gpu_pages, sparse, sizeof(sala_pages), SALA__GPU, "pages"},
@@ -9423,7 +9450,6 @@ static int sala__buffers(sala *s, sala__buffer *b) {
         {(void **)&s->sample_weight, nodes * (size_t)sala_sample_stride(m->vocab), 4, SALA__GPU,
          "sampling"},
         {(void **)&s->sample_arrivals, nodes, 4, SALA__GPU, "counters"},
-        {(void **)&s->chosen, nodes, 4, SALA__GPU, "choices"},
         {(void **)&s->normaliser, nodes * heads * select_parts * 2, 4, SALA__GPU, "selection"},
         {(void **)&s->score, rows * kv_heads * blocks, 4, SALA__GPU, "selection"},
         {(void **)&s->part_o, attend_rows * (size_t)m->head_dim, 4, SALA__GPU, "attention"},
@@ -9439,9 +9465,11 @@ static int sala__buffers(sala *s, sala__buffer *b) {
 }
 
 // Cut the step block into its arrays for a pass of up to `rows` rows (addresses only when the block
-// is there). Returns how much of it such a pass uses: node_rows in verify, which sends it each step.
+// is there). Returns how much of it such a pass uses: verify, which sends it each step, lays it out
+// for its bucket.
 static size_t sala__step_layout(sala *s, int rows) {
-    size_t nodes = (size_t)s->plan.node_rows, each = (size_t)rows * 4, size = 0;
+    size_t nodes = (size_t)(rows < s->plan.node_rows ? rows : s->plan.node_rows);
+    size_t each = (size_t)rows * 4, size = 0;
     const struct {
         void **pointer;
         size_t bytes;
@@ -9450,8 +9478,6 @@ static size_t sala__step_layout(sala *s, int rows) {
         {(void **)&s->seqs, nodes * sizeof(sala_seq)},
         {(void **)&s->sampling, nodes * sizeof(sala_sampling)},
         {(void **)&s->paths, nodes * SALA_MAX_PATH * 4},
-        {(void **)&s->accepted, nodes * 4},
-        {(void **)&s->accepted_rows, nodes * SALA_MAX_PATH * 4},
         {(void **)&s->token, each},
         {(void **)&s->position, each},
         {(void **)&s->seq, each},
@@ -9470,6 +9496,15 @@ static const void *sala__step_at(const sala *s, const void *part) {
     return s->gpu_step + ((const char *)part - s->step);
 }
 
+// Rows of the largest verify pass: trees of eleven nodes for all sequences, or one of the largest.
+static int sala__plan_nodes(const sala *s) {
+    int most = s->options.max_sequences;
+    if (s->options.spec && strcmp(s->options.spec, "off") == 0)
+        return s->on_gpu ? sala__max(most, SALA_MAX_PATH) : most;
+    most = sala__max((11 * most + 15) / 16 * 16, SALA_MAX_NODES);
+    return most < SALA_MAX_ROWS ? most : SALA_MAX_ROWS;
+}
+
 // Fill the plan from the model's shape and the options. Returns the bytes that the memory limit is
 // about, -1 when they are beyond all measure.
 static int64_t sala__measure(sala *s) {
@@ -9479,7 +9514,7 @@ static int64_t sala__measure(sala *s) {
     int64_t act = sizeof(sala_act);
     size_t dim = (size_t)m->head_dim, kv_heads = (size_t)m->kv_heads;
     p->slots = o->max_sequences;
-    p->node_rows = s->on_gpu ? sala__max(o->max_sequences, SALA_MAX_PATH) : o->max_sequences;
+    p->node_rows = sala__plan_nodes(s);
     int64_t chunk = (o->context + SALA_TILE - 1) / SALA_TILE * SALA_TILE; // no chunk is longer
     p->rows = sala__max(o->chunk < chunk ? o->chunk : (int)chunk, p->node_rows);
     p->logits_rows = sala__max(o->logits_rows, 1);
@@ -9501,7 +9536,7 @@ static int64_t sala__measure(sala *s) {
     most += (double)p->slots * ((double)p->state + (double)p->pending) * layers;
     most +=
         (double)p->rows * ((double)m->hidden + m->ffn + (double)m->kv_heads * m->top_k) * layers;
-    most += ((double)p->logits_rows + p->slots) * ((double)m->vocab + layers * m->hidden);
+    most += ((double)p->logits_rows + p->node_rows) * ((double)m->vocab + layers * m->hidden);
     most +=
         (double)p->rows * m->heads * ((double)p->attend_parts * m->head_dim + (double)p->blocks);
     if (most > 1e15) return -1;
@@ -9819,10 +9854,13 @@ static int sala__allocate(sala *s, sala_error *err) {
         s->step = (char *)(code < 0 ? NULL : step);
         if (code < 0) return code;
         memset(step, 0, s->step_bytes);
-        code = sala__cuda_alloc_host(&s->gpu.cuda, (size_t)s->plan.node_rows * 4, "choices", &out,
-                                     err);
-        s->tokens_out = (int32_t *)(code < 0 ? NULL : out);
+        code =
+            sala__cuda_alloc_host(&s->gpu.cuda, (size_t)s->plan.node_rows * (2 + SALA_MAX_PATH) * 4,
+                                  "choices", &out, err);
+        s->result = (int32_t *)(code < 0 ? NULL : out);
         if (code < 0) return code;
+    } else {
+        s->result = s->chosen;
     }
     sala__step_layout(s, s->plan.rows);
     if ((code = sala__allocate_pages(s, err)) < 0) return code;
@@ -9965,7 +10003,7 @@ static void sala__stop(sala *s) {
     if (s->on_gpu && sala__cuda_enter(&s->gpu.cuda, NULL) == 0) {
         sala__cuda_wait(&s->gpu.cuda, NULL); // nothing may still read what follows
         sala__cuda_release_host(&s->gpu.cuda, s->step);
-        sala__cuda_release_host(&s->gpu.cuda, s->tokens_out);
+        sala__cuda_release_host(&s->gpu.cuda, s->result);
         sala__cuda_leave(&s->gpu.cuda);
     }
     if (s->cpu_open) sala__cpu_close(&s->cpu);
@@ -10036,6 +10074,7 @@ SALA_API void sala_close(sala *s) {
     sala__release(&env, s->events);
     sala__release(&env, s->event_text.data);
     sala__release(&env, s->event_top);
+    sala__release(&env, s->event_nodes);
     if (s->has_tokenizer) sala__tokenizer_close(&s->tokenizer);
     sala__weights_free(&env, &s->draft_weights);
     sala__checkpoint_close(&s->draft_checkpoint);
@@ -10236,6 +10275,7 @@ static sala_event *sala__add_event(sala *s, const sala__request *r, int type, sa
     e->event.request = r->id;
     e->text = s->event_text.size;
     e->top = s->event_top_count;
+    e->nodes = s->event_nodes_count;
     return &e->event;
 }
 
@@ -10245,6 +10285,12 @@ SALA_API int sala_next_event(sala *s, sala_event *event) {
     *event = e->event;
     event->text = event->text_bytes ? s->event_text.data + e->text : "";
     event->top = event->top_count ? s->event_top + e->top : NULL;
+    int n = event->node_count;
+    const int32_t *nodes = n ? s->event_nodes + e->nodes : NULL;
+    event->node_token = nodes;
+    event->node_parent = n ? nodes + n : NULL;
+    event->node_accepted = n ? nodes + 2 * n : NULL;
+    event->node_score = n ? (const float *)(const void *)(nodes + 3 * n) : NULL;
     return 1;
 }
 
@@ -10316,6 +10362,7 @@ static int sala__request_copy(sala *s, const sala_request *ask, sala__request *r
     r->ignore_eos = ask->ignore_eos;
     r->logprobs = ask->logprobs;
     r->want_rows = ask->want_rows;
+    r->want_trees = ask->want_trees;
     if ((code = sala__check_tokens(s, ask->force, ask->force_count, "force", err)) < 0) return code;
     if ((code = sala__check_tokens(s, ask->stop_tokens, ask->stop_token_count, "stop_tokens",
                                    err)) < 0)
@@ -10438,11 +10485,16 @@ SALA_API int sala_release(sala *s, int64_t sequence, sala_error *err) {
 
 typedef struct sala__pass {
     sala_rows rows;
+    sala__request **requests; // verify: [rows.seq_count] whose trees these are
+    // Verify: what operations find out, in s->chosen; the loop reads it at the same offsets of s->result.
+    int32_t *chosen;            // [bucket] the token that each row chooses
+    int32_t *accepted;          // [bucket] of each sequence
+    int32_t *accepted_rows;     // [bucket, SALA_MAX_PATH] of each sequence
     const sala_rows *on_device; // the same where the operations read it: on the CPU, `rows` itself
     sala_act *logits_x;         // [logits_rows, hidden] the rows whose logits are wanted, inside y
     int32_t logits_first, logits_rows;
     float *logits;   // [logits_rows, vocab]
-    int show_logits; // GPU: bring all of them to the host
+    int show_logits; // GPU, prefill: bring all of them to the host
     int bucket;      // rows that the linear operations run with: at least rows.count
     float *hidden;   // or NULL; element (state l, row r) begins at l * hidden_l + r * hidden_r
     size_t hidden_l, hidden_r;
@@ -10782,17 +10834,19 @@ static void sala__forward(sala *s, sala__pass *p) {
     if (p->logits_rows) sala__head(s, p, &weights->head);
 }
 
-// The trees of today are chains that are accepted whole.
+// After the choice: the paths that it goes along, which become part of their sequences.
 static void sala__run_commit(sala *s, const sala__pass *p) {
     const sala__plan *plan = &s->plan;
+    sala_accept_args accept = {p->on_device, p->chosen, p->accepted, p->accepted_rows};
+    sala__op(s, SALA__OP_accept, &accept);
     sala_commit_args a = {&s->config.dims,
                           p->on_device,
                           s->sparse_layers,
                           s->lightning_layers,
                           plan->slots,
                           plan->node_rows,
-                          (const int32_t *)sala__step_at(s, s->accepted),
-                          (const int32_t *)sala__step_at(s, s->accepted_rows),
+                          p->accepted,
+                          p->accepted_rows,
                           s->on_gpu ? s->gpu_nodes : s->nodes,
                           s->on_gpu ? s->gpu_pages : s->pages,
                           s->node_k,
@@ -10804,25 +10858,22 @@ static void sala__run_commit(sala *s, const sala__pass *p) {
 
 // ---- the pass on a GPU ----
 
-static int sala__bucket(int n, int most) { // the next power of two
+// Rows (or sequences) of the graph that serves n: a power of two up to 16, then eighths, then
+// sixteenths, since products cost as many rows as they have.
+static int sala__bucket(int n, int most) {
     int b = 1;
-    while (b < n) b *= 2;
+    while (b < n && b < 16) b *= 2;
+    if (b < n) b = sala__round_up(n, n <= 64 ? 8 : 16);
     return b < most ? b : most;
 }
 
-// Everything between the step block's way to the device and the chosen tokens' way back.
-static void sala__gpu_launch_pass(sala *s, sala__pass *p) {
+// The choices of a pass; of prefill one, that of the last row, which sampling[0] says how to make.
+static void sala__gpu_sample(sala *s, const sala__pass *p) {
     sala__gpu *g = &s->gpu;
-    sala_error *e = &g->error;
-    if (sala__send_step(s)) return;
-    sala__forward(s, p);
-    if (p->rows.verify) sala__run_commit(s, p);
-    if (!p->logits_rows || e->code) return;
     const float *logits = s->logits;
-    int choices = p->bucket;
-    if (!p->rows.verify) { // one token: that of the last row, sampling[0] says how
+    if (!p->rows.verify) {
         logits += (size_t)((p->logits_rows - 1) % s->plan.node_rows) * (size_t)s->config.dims.vocab;
-        g->rows = choices = 1;
+        g->rows = 1;
     }
     sala_sample_args a = {p->on_device,     s->config.dims.vocab,
                           logits,           (const sala_sampling *)sala__step_at(s, s->sampling),
@@ -10830,24 +10881,28 @@ static void sala__gpu_launch_pass(sala *s, sala__pass *p) {
                           s->sample_weight, s->sample_arrivals,
                           s->chosen};
     sala__launch_sample(g, &a);
-    if (!e->code)
-        sala__cuda_download(&g->cuda, s->tokens_out, sala__on_gpu(s->chosen), (size_t)choices * 4,
-                            e);
 }
 
-// The recorded pass of this bucket; recorded now if it is not there. NULL: run it without.
-static sala__cu_exec sala__gpu_graph(sala *s, sala__pass *p) {
+// Everything between the step block's way to the device and the results' way back.
+static void sala__gpu_launch_pass(sala *s, sala__pass *p) {
     sala__gpu *g = &s->gpu;
-    int logits = p->logits_rows > 0;
-    for (int i = 0; i < g->graph_count; i++)
-        if (g->graphs[i].rows == g->rows && g->graphs[i].seqs == g->seqs &&
-            g->graphs[i].logits == logits)
-            return g->graphs[i].exec;
-    if (g->graph_count == SALA__GRAPHS || g->no_graphs || p->hidden || g->tree_slots) return NULL;
-    sala__graph *graph = &g->graphs[g->graph_count];
+    sala_error *e = &g->error;
+    if (sala__send_step(s)) return;
+    sala__forward(s, p);
+    if (!p->logits_rows) return;
+    sala__gpu_sample(s, p);
+    if (p->rows.verify) sala__run_commit(s, p);
+    size_t words = p->rows.verify ? (size_t)p->bucket * (2 + SALA_MAX_PATH) : 1;
+    if (!e->code) sala__cuda_download(&g->cuda, s->result, sala__on_gpu(s->chosen), words * 4, e);
+}
+
+// Record a pass. A graph that did not run for long gives way when there is no place.
+static sala__graph *sala__gpu_record(sala *s, sala__pass *p) {
+    sala__gpu *g = &s->gpu;
+    sala__graph made = {g->rows, g->seqs, g->tree_slots, 0, NULL}, *graph = g->graphs;
     if (sala__cuda_capture_begin(&g->cuda, &g->error) == 0) {
         sala__gpu_launch_pass(s, p);
-        sala__cu_exec *exec = g->error.code ? NULL : &graph->exec;
+        sala__cu_exec *exec = g->error.code ? NULL : &made.exec;
         sala__cuda_capture_end(&g->cuda, exec, &g->error);
     }
     if (g->error.code) { // no memory for it, say: the pass runs without, a little slower
@@ -10856,10 +10911,25 @@ static sala__cu_exec sala__gpu_graph(sala *s, sala__pass *p) {
         g->no_graphs = 1;
         return NULL;
     }
-    graph->rows = g->rows;
-    graph->seqs = g->seqs;
-    graph->logits = logits;
-    g->graph_count++;
+    for (int i = 1; i < g->graph_count; i++)
+        if (g->graphs[i].used < graph->used) graph = &g->graphs[i];
+    if (g->graph_count < SALA__GRAPHS) graph = &g->graphs[g->graph_count++];
+    sala__cuda_graph_free(&g->cuda, graph->exec);
+    *graph = made;
+    return graph;
+}
+
+// The recorded pass of this bucket; recorded now if it is not there. NULL: run it without.
+static sala__cu_exec sala__gpu_graph(sala *s, sala__pass *p) {
+    sala__gpu *g = &s->gpu;
+    sala__graph *graph = NULL;
+    for (int i = 0; i < g->graph_count && !graph; i++)
+        if (g->graphs[i].rows == g->rows && g->graphs[i].seqs == g->seqs &&
+            g->graphs[i].tree_slots == g->tree_slots)
+            graph = &g->graphs[i];
+    if (!graph && !g->no_graphs) graph = sala__gpu_record(s, p);
+    if (!graph) return NULL;
+    graph->used = ++g->passes;
     return graph->exec;
 }
 
@@ -10868,7 +10938,7 @@ static int sala__gpu_pass(sala *s, sala__pass *p, sala_error *err) {
     sala_error *e = &g->error; // may hold what an upload before this pass met
     int verify = p->rows.verify;
     g->prefill = !verify;
-    g->rows = p->bucket = verify ? sala__bucket(p->rows.count, s->plan.node_rows) : p->rows.count;
+    g->rows = p->bucket;
     g->seqs = sala__bucket(p->rows.seq_count, s->plan.slots);
     p->on_device = sala__publish_rows(s, &p->rows);
     sala__cu_exec graph = !verify || p->hidden || e->code ? NULL : sala__gpu_graph(s, p);
@@ -10876,37 +10946,35 @@ static int sala__gpu_pass(sala *s, sala__pass *p, sala_error *err) {
         sala__cuda_graph_launch(&g->cuda, graph, e);
     else if (!e->code)
         sala__gpu_launch_pass(s, p);
-    size_t row = (size_t)s->config.dims.vocab * sizeof(float);
-    if (!e->code && verify && p->show_logits)
-        sala__cuda_download(&g->cuda, p->logits,
-                            sala__on_gpu(s->logits) + (size_t)p->logits_first * row,
-                            (size_t)p->logits_rows * row, e);
     if (!e->code) sala__cuda_wait(&g->cuda, e);
     return e->code ? sala__fail(err, e->code, "%s", e->text) : 0;
 }
 
-// One pass; in verify form its nodes are accepted and become part of their sequences.
+typedef struct sala__walk {
+    sala *s;
+    const sala__pass *pass;
+} sala__walk;
+
+static void sala__walk_item(void *context, int64_t i, int thread);
+
+static void sala__place_results(sala *s, sala__pass *p) {
+    p->chosen = s->chosen;
+    p->accepted = p->chosen + p->bucket;
+    p->accepted_rows = p->accepted + p->bucket;
+}
+
+// One pass; in verify form the tokens are chosen, and the nodes that they go along are in the cache. It
+// is for the caller to count them.
 static int sala__run_pass(sala *s, sala__pass *p, sala_error *err) {
-    for (int i = 0; i < p->rows.seq_count && p->rows.verify; i++) {
-        s->accepted[i] = s->seqs[i].rows;
-        for (int j = 0; j < s->seqs[i].rows; j++)
-            s->accepted_rows[i * SALA_MAX_PATH + j] = s->seqs[i].first_row + j;
-    }
-    if (s->on_gpu) {
-        int code = sala__gpu_pass(s, p, err);
-        if (code < 0) return code;
-    } else {
-        p->on_device = &p->rows;
-        p->bucket = p->rows.count;
-        sala__forward(s, p);
-        if (p->rows.verify) sala__run_commit(s, p);
-    }
-    for (int i = 0; i < p->rows.seq_count; i++) {
-        sala__sequence *q = &s->sequences[s->seqs[i].slot];
-        q->stored += s->seqs[i].rows;
-        q->pending = p->rows.verify ? s->accepted[i] : 0;
-        q->root = -1; // until the next token is chosen
-    }
+    if (!p->rows.verify) p->bucket = p->rows.count;
+    sala__place_results(s, p);
+    if (s->on_gpu) return sala__gpu_pass(s, p, err);
+    p->on_device = &p->rows;
+    sala__forward(s, p);
+    if (!p->rows.verify) return 0;
+    sala__walk walk = {s, p};
+    sala__parallel(&s->cpu, p->rows.seq_count, sala__walk_item, &walk);
+    sala__run_commit(s, p);
     return 0;
 }
 
@@ -10952,6 +11020,7 @@ static int sala__emit_text(sala *s, sala__request *r, size_t bytes, sala_error *
 }
 
 static void sala__fill_timings(const sala__request *r, sala_timings *t) {
+    *t = r->counted;
     t->prompt_tokens = r->prefilled;
     t->output_tokens = r->chosen;
     t->queue_seconds = r->admitted > 0 ? r->admitted - r->submitted : 0;
@@ -11169,9 +11238,28 @@ static void sala__row(sala *s, int r, int seq, int32_t token, int32_t position) 
     s->seq[r] = seq;
 }
 
-// Tell the GPU how to choose the token of `position` from the logits of a row.
-static void sala__set_sampling(sala *s, sala__request *r, int row, int64_t position) {
+// Bring the GPU's counts up to date: all of them once, then those of the tokens chosen since; and the
+// biases.
+static void sala__send_counts(sala *s, sala__request *r) {
     const sala__sampler *from = &r->sampler;
+    const sala__sequence *q = &s->sequences[r->slot];
+    size_t vocab = (size_t)from->vocab, at = (size_t)r->slot * vocab;
+    sala__cuda *c = &s->gpu.cuda;
+    if (from->counts && !r->counts_sent)
+        sala__cuda_upload(c, sala__on_gpu(s->counts + at), from->counts, vocab * 4, &s->gpu.error);
+    for (size_t i = (size_t)r->counts_sent; from->counts && i && i < q->token_count; i++)
+        sala__cuda_upload(c, sala__on_gpu(s->counts + at + q->tokens[i]),
+                          from->counts + q->tokens[i], 4, &s->gpu.error);
+    if (from->biases && !r->counts_sent)
+        sala__cuda_upload(c, sala__on_gpu(s->biases + at), from->biases, vocab * 4, &s->gpu.error);
+    r->counts_sent = (int64_t)q->token_count;
+}
+
+// Tell the GPU how to choose the token behind a row, which stands `ahead` nodes below its root.
+static void sala__set_sampling(sala *s, const sala__request *r, int row, int64_t position,
+                               int ahead) {
+    const sala__sampler *from = &r->sampler;
+    int64_t index = r->chosen + ahead; // of the output
     sala_sampling to = {from->temperature,
                         from->top_p,
                         from->min_p_log,
@@ -11182,41 +11270,29 @@ static void sala__set_sampling(sala *s, sala__request *r, int row, int64_t posit
                         r->slot,
                         from->counts != NULL,
                         from->biases != NULL,
-                        0,
-                        -1,
+                        ahead,
+                        index < r->force_count ? r->force[index] : -1,
                         sala_random(from->seed, (uint64_t)position)};
     s->sampling[row] = to;
-    size_t vocab = (size_t)from->vocab, at = (size_t)r->slot * vocab;
-    sala__cuda *c = &s->gpu.cuda;
-    const sala__sequence *q = &s->sequences[r->slot];
-    if (from->counts && !r->tables_sent) // all of them once, then the one that changed
-        sala__cuda_upload(c, sala__on_gpu(s->counts + at), from->counts, vocab * 4, &s->gpu.error);
-    else if (from->counts && q->token_count)
-        sala__cuda_upload(c, sala__on_gpu(s->counts + at + q->tokens[q->token_count - 1]),
-                          from->counts + q->tokens[q->token_count - 1], 4, &s->gpu.error);
-    if (from->biases && !r->tables_sent)
-        sala__cuda_upload(c, sala__on_gpu(s->biases + at), from->biases, vocab * 4, &s->gpu.error);
-    r->tables_sent = 1;
 }
 
-// Choose the token that follows row `row` of the pass; a GPU has done so. `logits` of that row: on
-// a GPU only read where the request wants log-probabilities.
-static void sala__sample_row(sala *s, const sala__request *r, const float *logits, int row,
-                             int thread, sala__choice *c) {
-    int64_t position = s->sequences[r->slot].stored;
-    int forced = r->chosen < r->force_count;
+// Choose the token that follows a row of the pass, which stands `ahead` nodes below its root; a GPU
+// has done so. `logits` of that row: on a GPU only read where the request wants log-probabilities.
+static void sala__sample_row(sala *s, const sala__request *r, int row, int ahead,
+                             const float *logits, int thread, sala__choice *c) {
+    int32_t path[SALA_MAX_PATH] = {0};
+    int forced = r->chosen + ahead < r->force_count;
     c->top_count = 0;
     c->logprob = 0;
-    if (s->on_gpu) {
-        c->token = s->tokens_out[row];
-    } else {
+    if (!s->on_gpu) {
         char *scratch =
             s->sample_scratch + (size_t)thread * sala__sampler_scratch(s->config.dims.vocab);
-        c->token = sala__sample(&r->sampler, logits, position, NULL, 0, scratch, &c->logprob,
-                                c->top, &c->top_count);
+        for (int i = 0; i < ahead; i++) path[i] = s->token[s->paths[row * SALA_MAX_PATH + 1 + i]];
+        c->token = sala__sample(&r->sampler, logits, (int64_t)s->position[row] + 1, path, ahead,
+                                scratch, &c->logprob, c->top, &c->top_count);
     }
     if (c->token < 0) return;
-    if (forced) c->token = r->force[r->chosen];
+    if (forced) c->token = r->force[r->chosen + ahead];
     if (r->logprobs && (forced || s->on_gpu))
         sala__sampler_report(&r->sampler, logits,
                              logits[sala__sampler_argmax(logits, s->config.dims.vocab)], c->token,
@@ -11273,10 +11349,12 @@ static int sala__prefill_chunk(sala *s, sala__request *r, int budget, sala_error
     p.logits_first = shows ? 0 : count - 1;
     p.show_logits = shows || (last && r->logprobs);
     if (shows) sala__prefill_shows(s, count, &p);
-    if (s->on_gpu && last) sala__set_sampling(s, r, 0, start + count);
+    if (s->on_gpu && last) sala__send_counts(s, r);
+    if (s->on_gpu && last) sala__set_sampling(s, r, 0, start + count, 0);
     if (s->on_gpu && !last) s->sampling[0].slot = -1;
     int code = sala__run_pass(s, &p, err);
     if (code < 0) return code;
+    q->stored += count;
     r->prefilled += count;
     sala_event *e = sala__add_event(s, r, SALA_EVENT_PREFILL, err);
     if (!e) return SALA_E_MEMORY;
@@ -11287,7 +11365,8 @@ static int sala__prefill_chunk(sala *s, sala__request *r, int budget, sala_error
         sala__choice c;
         r->state = SALA__DECODE;
         const float *logits = p.logits + (size_t)(p.logits_rows - 1) * (size_t)m->vocab;
-        sala__sample_row(s, r, logits, 0, 0, &c);
+        c.token = s->result[0];
+        sala__sample_row(s, r, count - 1, 0, logits, 0, &c);
         code = sala__take_token(s, r, &c, err);
     }
     return code < 0 ? code : count;
@@ -11311,24 +11390,191 @@ static int sala__prefill(sala *s, sala_error *err) {
 
 // ---- verify ----
 
-typedef struct sala__sample_job {
-    sala *s;
-    sala__request **requests; // [rows]
-    sala__choice *choices;    // [rows]
-} sala__sample_job;
-
-static void sala__sample_item(void *context, int64_t i, int thread) {
-    sala__sample_job *job = (sala__sample_job *)context;
-    const float *logits = job->s->verify_logits + (size_t)i * (size_t)job->s->config.dims.vocab;
-    sala__sample_row(job->s, job->requests[i], logits, (int)i, thread, &job->choices[i]);
+// Who generates, and how deep their trees may be.
+static int sala__list_active(sala *s, sala__request *active[SALA_MAX_ROWS]) {
+    int n = 0;
+    for (sala__request *r = s->requests; r && n < s->plan.slots; r = r->next) {
+        if (r->state != SALA__DECODE || r->slot < 0) continue;
+        const sala__sequence *q = &s->sequences[r->slot];
+        int64_t left = r->max_tokens - r->chosen, // a path of d nodes below the root gives d + 1
+            room = (int64_t)q->page_count * s->config.dims.block - q->stored;
+        if (left > room) left = room;
+        r->spec.deepest = (int32_t)(left < SALA_MAX_PATH ? left : SALA_MAX_PATH) - 1;
+        active[n++] = r;
+    }
+    return n;
 }
 
-// What one verify read, for the statistics: weights and states once, K/V of what attention can see.
-static int64_t sala__verify_bytes(const sala *s, int rows) {
+// A tree that is none, or is too large, would write over others' memory: it must never come here.
+static int sala__check_tree(const sala *s, const sala__request *r, sala_error *err) {
+    const sala_tree *t = &r->spec.tree;
+    int ok = t->count >= 1 && t->count <= SALA_MAX_NODES && t->parent[0] == -1 &&
+             t->depth[0] == 0 && t->token[0] == s->sequences[r->slot].root;
+    for (int n = 1; ok && n < t->count; n++) {
+        int parent = t->parent[n];
+        ok = parent >= 0 && parent < n && t->depth[n] == t->depth[parent] + 1 &&
+             t->depth[n] <= r->spec.deepest && t->token[n] >= 0 &&
+             t->token[n] < s->config.dims.vocab;
+        for (int other = 1; ok && other < n; other++)
+            ok = t->parent[other] != parent || t->token[other] != t->token[n];
+    }
+    if (ok) return 0;
+    return sala__fail(err, SALA_E_STATE, "the draft of request %lld is no tree: this is a bug",
+                      (long long)r->id);
+}
+
+// The order of a tree's rows: depth first, of siblings the one below which most states must wait last.
+// Returns how many states wait at once (see sala_gla_verify): log2 of the leaves at most.
+static int sala__tree_rows(const sala_tree *t, int32_t row[SALA_MAX_NODES]) {
+    int size[SALA_MAX_NODES], wait[SALA_MAX_NODES], second[SALA_MAX_NODES], last[SALA_MAX_NODES],
+        next[SALA_MAX_NODES];
+    for (int n = 0; n < t->count; n++) {
+        size[n] = 1;
+        wait[n] = second[n] = last[n] = -1; // of its children the two largest, and the first's node
+    }
+    for (int n = t->count - 1; n >= 0; n--) {
+        wait[n] = sala__max(sala__max(wait[n], second[n] + 1), 0);
+        int up = t->parent[n];
+        if (up < 0) break;
+        size[up] += size[n];
+        if (wait[n] > wait[up]) {
+            second[up] = wait[up];
+            wait[up] = wait[n];
+            last[up] = n;
+        } else if (wait[n] > second[up]) {
+            second[up] = wait[n];
+        }
+    }
+    row[0] = 0;
+    next[0] = 1;
+    for (int n = 1; n < t->count; n++) {
+        int up = t->parent[n];
+        if (last[up] == n) {
+            row[n] = row[up] + size[up] - size[n];
+        } else {
+            row[n] = next[up];
+            next[up] += size[n];
+        }
+        next[n] = row[n] + 1;
+    }
+    return wait[0];
+}
+
+// The rows of request i's tree, from `first` on.
+static void sala__lay_tree(sala *s, sala__request *r, int i, int first) {
+    const sala_tree *t = &r->spec.tree;
+    const sala__sequence *q = &s->sequences[r->slot];
+    sala_seq seq = {r->slot, first, t->count, q->stored, 0, q->pending, sala__pages_of(s, q)};
+    s->seqs[i] = seq;
+    if (s->on_gpu) sala__send_counts(s, r);
+    for (int n = 0; n < t->count; n++) {
+        int row = first + r->spec.row[n], depth = t->depth[n];
+        int32_t *path = s->paths + row * SALA_MAX_PATH;
+        sala__row(s, row, i, t->token[n], q->stored + depth);
+        if (n) // parents come first
+            memcpy(path, s->paths + (first + r->spec.row[t->parent[n]]) * SALA_MAX_PATH,
+                   (size_t)depth * 4);
+        path[depth] = row;
+        if (s->on_gpu) sala__set_sampling(s, r, row, (int64_t)q->stored + depth + 1, depth);
+    }
+}
+
+// The pass of all trees.
+static int sala__lay_trees(sala *s, sala__request **active, int count, sala__pass *p,
+                           sala_error *err) {
+    const sala_dims *m = &s->config.dims;
+    int rows = 0, first = 0, wait = 0;
+    memset(p, 0, sizeof *p);
+    for (int i = 0; i < count; i++) {
+        int code = sala__check_tree(s, active[i], err);
+        if (code < 0) return code;
+        rows += active[i]->spec.tree.count;
+        wait = sala__max(wait, sala__tree_rows(&active[i]->spec.tree, active[i]->spec.row));
+    }
+    if (rows > s->plan.node_rows)
+        return sala__fail(err, SALA_E_STATE, "drafts of %d nodes, but there is room for %d", rows,
+                          s->plan.node_rows);
+    p->bucket = s->on_gpu ? sala__bucket(rows, s->plan.node_rows) : rows;
+    sala__step_layout(s, p->bucket);
+    for (int i = 0; i < count; first += active[i++]->spec.tree.count)
+        sala__lay_tree(s, active[i], i, first);
+    s->gpu.tree_slots = sala__round_up(wait, 2);
+    p->requests = active;
+    p->rows = sala__rows(s, rows, count, 1);
+    p->logits = s->verify_logits;
+    p->logits_rows = rows;
+    if (!s->verify_hidden) return 0;
+    p->hidden = s->verify_hidden;
+    p->hidden_l = (size_t)m->hidden;
+    p->hidden_r = (size_t)(m->layers + 2) * (size_t)m->hidden;
+    p->blocks = s->verify_blocks;
+    p->blocks_l = (size_t)m->kv_heads * (size_t)m->top_k;
+    p->blocks_r = (size_t)s->sparse_layers * p->blocks_l;
+    return 0;
+}
+
+// Choose along a tree: the token behind the root, the one behind its child that has that token, ...
+static void sala__walk_item(void *context, int64_t i, int thread) {
+    const sala__walk *walk = (const sala__walk *)context;
+    const sala__pass *p = walk->pass;
+    const sala_seq *seq = &p->rows.seqs[i];
+    size_t vocab = (size_t)walk->s->config.dims.vocab;
+    int row = seq->first_row;
+    for (int ahead = 0; row >= 0; ahead++) {
+        sala__sample_row(walk->s, p->requests[i], row, ahead, p->logits + (size_t)row * vocab,
+                         thread, &walk->s->choices[row]);
+        p->chosen[row] = walk->s->choices[row].token;
+        row = sala_child_row(&p->rows, seq, row, p->chosen[row]);
+    }
+}
+
+static int sala__shows_logits(const sala__request *r) {
+    return r->logprobs > 0 || (r->want_rows & SALA_ROWS_GENERATED);
+}
+
+// The path that was accepted of tree i, where the host reads it. Returns its length.
+static int sala__path_of(const sala *s, const sala__pass *p, int i, const int32_t **rows) {
+    *rows = s->result + 2 * p->bucket + i * SALA_MAX_PATH;
+    return s->result[p->bucket + i];
+}
+
+// What a GPU chose along the paths, and their logits where they are to be seen.
+static int sala__fetch_choices(sala *s, const sala__pass *p, sala_error *err) {
+    sala__gpu *g = &s->gpu;
+    size_t vocab = (size_t)s->config.dims.vocab;
+    const int32_t *rows;
+    int shows = 0, code = 0;
+    for (int i = 0; i < p->rows.seq_count; i++) {
+        if (!sala__shows_logits(p->requests[i])) continue;
+        int count = sala__path_of(s, p, i, &rows);
+        for (int j = 0; j < count && code == 0; j++) {
+            size_t at = (size_t)rows[j] * vocab;
+            code = sala__cuda_download(&g->cuda, p->logits + at, sala__on_gpu(s->logits + at),
+                                       vocab * 4, err);
+        }
+        shows = 1;
+    }
+    if (shows && code == 0) code = sala__cuda_wait(&g->cuda, err);
+    for (int i = 0; i < p->rows.seq_count && code == 0; i++) {
+        int count = sala__path_of(s, p, i, &rows);
+        for (int j = 0; j < count; j++) {
+            sala__choice *c = &s->choices[rows[j]];
+            c->token = s->result[rows[j]];
+            sala__sample_row(s, p->requests[i], rows[j], j, p->logits + (size_t)rows[j] * vocab, 0,
+                             c);
+        }
+    }
+    return code;
+}
+
+// What one verify read, for the statistics: weights and states once, K/V of what attention can see of
+// each sequence.
+static int64_t sala__verify_bytes(const sala *s, int count) {
     const sala_dims *m = &s->config.dims;
     int64_t bytes = s->weights.decode_bytes, act = sizeof(sala_act);
-    for (int i = 0; i < rows; i++) {
-        int64_t n = s->position[i] + 1, seen = n < m->dense_len ? n : (int64_t)m->top_k * m->block;
+    for (int i = 0; i < count; i++) {
+        int64_t n = (int64_t)s->seqs[i].stored + 1;
+        int64_t seen = n < m->dense_len ? n : (int64_t)m->top_k * m->block;
         if (seen > n) seen = n;
         if (n >= m->dense_len)
             seen += (sala_tier_rows(m, 1, (int32_t)n) + sala_tier_rows(m, 2, (int32_t)n)) / 2;
@@ -11338,52 +11584,85 @@ static int64_t sala__verify_bytes(const sala *s, int rows) {
     return bytes;
 }
 
+// A tree as an event: `path` [count] are the rows that were accepted.
+static int sala__tree_event(sala *s, const sala__request *r, const int32_t *path, int count,
+                            sala_error *err) {
+    const sala_tree *t = &r->spec.tree;
+    size_t n = (size_t)t->count, at = s->event_nodes_count;
+    sala_event *e = sala__add_event(s, r, SALA_EVENT_TREE, err);
+    if (!e || sala__grow(&s->env, (void **)&s->event_nodes, &s->event_nodes_capacity, at + 4 * n, 4,
+                         "a tree", err) < 0)
+        return SALA_E_MEMORY;
+    e->sequence = r->sequence;
+    e->position = s->position[path[0]];
+    e->token = s->choices[path[count - 1]].token;
+    e->source = r->spec.source;
+    e->node_count = t->count;
+    int32_t *to = s->event_nodes + at;
+    memcpy(to, t->token, n * 4);
+    memcpy(to + n, t->parent, n * 4);
+    for (size_t i = 0; i < n; i++)
+        to[2 * n + i] = t->depth[i] < count && path[t->depth[i]] == path[0] + r->spec.row[i];
+    memcpy(to + 3 * n, t->score, n * 4);
+    s->event_nodes_count += 4 * n;
+    return 0;
+}
+
+// Statistics of the node at depth `depth` of the path, whose choice is the output's next token; `path`
+// ends with it: `last`.
+static void sala__count_node(sala__request *r, int depth, int last, int node, int32_t token) {
+    const sala_tree *t = &r->spec.tree;
+    int source = r->spec.source, below = 0;
+    for (int n = 1; n < t->count; n++)
+        below |= t->parent[n] >= 0 && r->spec.row[t->parent[n]] == node;
+    r->counted.offered[source][depth]++;
+    r->counted.accepted[source][depth]++;
+    r->counted.verify_tokens[source] += token >= 0;
+    if (last && below) r->counted.offered[source][depth + 1]++;
+}
+
+// Hand on what a verify gave request i, token by token until one ends it. Nodes that were accepted
+// beyond that never were: nothing reads the cache beyond `stored` or the path beyond `pending`.
+static int sala__take_path(sala *s, const sala__pass *p, int i, sala_error *err) {
+    sala__request *r = p->requests[i];
+    sala__sequence *q = &s->sequences[r->slot];
+    const int32_t *path;
+    int count = sala__path_of(s, p, i, &path), code = 0;
+    if (r->want_trees) code = sala__tree_event(s, r, path, count, err);
+    r->counted.verifies[r->spec.source]++;
+    for (int j = 0; j < count && code == 0 && r->slot >= 0; j++) {
+        const sala__choice *c = &s->choices[path[j]];
+        q->stored++;
+        q->pending = j + 1;
+        q->root = -1;
+        if (r->want_rows & SALA_ROWS_GENERATED)
+            code = sala__rows_event(s, r, p, s->position[path[j]], path[j], 1, err);
+        sala__count_node(r, j, j == count - 1, path[j] - path[0], c->token);
+        if (code == 0) code = sala__take_token(s, r, c, err);
+    }
+    return code;
+}
+
 static int sala__verify(sala *s, sala_error *err) {
-    const sala_dims *m = &s->config.dims;
     sala__request *active[SALA_MAX_ROWS];
-    int n = 0, shows = 0;
-    sala__step_layout(s, s->plan.node_rows);
-    for (sala__request *r = s->requests; r && n < s->plan.slots; r = r->next) {
-        if (r->state != SALA__DECODE || r->slot < 0) continue;
-        sala__sequence *q = &s->sequences[r->slot];
-        sala_seq seq = {r->slot, n, 1, q->stored, 0, q->pending, sala__pages_of(s, q)};
-        s->seqs[n] = seq;
-        sala__row(s, n, n, q->root, q->stored);
-        s->paths[n * SALA_MAX_PATH] = n;
-        if (s->on_gpu) sala__set_sampling(s, r, n, q->stored + 1);
-        shows |= r->logprobs > 0 || (r->want_rows & SALA_ROWS_GENERATED);
-        active[n++] = r;
-    }
-    if (!n) return 0;
     sala__pass p;
-    memset(&p, 0, sizeof p);
-    p.rows = sala__rows(s, n, n, 1);
-    p.logits = s->verify_logits;
-    p.logits_rows = n;
-    p.show_logits = shows;
-    if (s->verify_hidden) {
-        p.hidden = s->verify_hidden;
-        p.hidden_l = (size_t)m->hidden;
-        p.hidden_r = (size_t)(m->layers + 2) * (size_t)m->hidden;
-        p.blocks = s->verify_blocks;
-        p.blocks_l = (size_t)m->kv_heads * (size_t)m->top_k;
-        p.blocks_r = (size_t)s->sparse_layers * p.blocks_l;
-    }
-    int64_t bytes = sala__verify_bytes(s, n);
+    int n = sala__list_active(s, active);
+    if (!n) return 0;
+    double start = sala__now();
     int code = sala__plan_trees(s, active, n, s->plan.node_rows, err);
+    if (code == 0 && s->plant) s->plant(s, active, n, s->plan.node_rows);
+    double planned = sala__now();
+    if (code == 0) code = sala__lay_trees(s, active, n, &p, err);
     if (code == 0) code = sala__run_pass(s, &p, err);
+    if (code == 0 && s->on_gpu) code = sala__fetch_choices(s, &p, err);
     if (code < 0) return code;
-    sala__choice *choices = s->choices;
-    sala__sample_job job = {s, active, choices};
-    if (s->on_gpu)
-        for (int i = 0; i < n; i++) sala__sample_item(&job, i, 0);
-    else
-        sala__parallel(&s->cpu, n, sala__sample_item, &job);
+    double done = sala__now();
+    int64_t bytes = sala__verify_bytes(s, n);
     for (int i = 0; i < n && code == 0; i++) {
         active[i]->decode_bytes += bytes;
-        if (active[i]->want_rows & SALA_ROWS_GENERATED)
-            code = sala__rows_event(s, active[i], &p, s->position[i], i, 1, err);
-        if (code == 0) code = sala__take_token(s, active[i], &choices[i], err);
+        active[i]->counted.draft_seconds += planned - start;
+        active[i]->counted.verify_seconds += done - planned;
+        code = sala__take_path(s, &p, i, err);
     }
     return code;
 }
@@ -11419,7 +11698,7 @@ SALA_API int sala_step(sala *s, sala_error *err) {
             "%zu events wait: call sala_next_event until it returns 0, then sala_step",
             s->event_count - s->event_taken);
     if (s->failed) return sala__failed(err);
-    s->event_count = s->event_taken = s->event_top_count = 0;
+    s->event_count = s->event_taken = s->event_top_count = s->event_nodes_count = 0;
     s->event_text.size = 0;
     if (!s->requests) return 0;
     int code = s->on_gpu ? sala__cuda_enter(&s->gpu.cuda, err) : 0;
