@@ -155,7 +155,7 @@ typedef struct sala_options {
     const char *spec_tree; // "depth,topk,nodes" of all trees, as "7,2,15"; NULL: by load
     int draft_window; // tokens that the draft head sees at most, a multiple of 64; default 32768
     // Tests and benchmarks: drafts are made at full cost, then their tokens replaced, from
-    // sala_request.guess: "oracle" or "oracle:P" (a level is right with probability P), "random",
+    // sala_request.guess: "oracle" or "oracle:P" (a level is right with P percent), "random",
     // "adversarial" (the right token comes last among its siblings).
     const char *spec_test;
     sala_hooks hooks;
@@ -4500,7 +4500,9 @@ enum {               // sala__setting.kind: the type of the field
     SALA__SET_LONG,  // int64_t
     SALA__SET_SEED,  // uint64_t, the whole range
     SALA__SET_FLOAT, // float
-    SALA__SET_WORD   // const char *, one of `words`
+    SALA__SET_WORD,  // const char *, one of `words`
+    SALA__SET_TEXT,  // const char *, anything but ""
+    SALA__SET_TREE   // const char *, "depth,topk,nodes"
 };
 
 enum {                   // sala__setting.rules
@@ -4509,6 +4511,11 @@ enum {                   // sala__setting.rules
     SALA__SET_NEVER = 4, // in text 0 means SALA_DENSE_NEVER, which a struct may hold too
     SALA__SET_BLOCKS = 8 // a multiple of 64
 };
+
+// Of the trees of a draft head: levels below the root, candidates a node, nodes with the root.
+typedef struct sala__shape {
+    int32_t depth, topk, nodes;
+} sala__shape;
 
 typedef struct sala__setting {
     const char *name;
@@ -4538,6 +4545,13 @@ static const sala__setting sala__option_table[] = {
     {"weights", SALA__SET_WORD, 0, SALA__OPTION(weights), 0, 0, "bf16 nvfp4 int4 nvfp4-head"},
     {"prefill", SALA__SET_WORD, 0, SALA__OPTION(prefill), 0, 0, "auto w4a4 w4a16"},
     {"template", SALA__SET_WORD, 0, SALA__OPTION(chat_template), 0, 0, "chatml"},
+    {"spec", SALA__SET_WORD, 0, SALA__OPTION(spec), 0, 0, "auto off ngram eagle"},
+    {"draft", SALA__SET_TEXT, 0, SALA__OPTION(draft), 0, 0, "a folder"},
+    {"spec-tree", SALA__SET_TREE, 0, SALA__OPTION(spec_tree), 0, 0, NULL},
+    {"draft-window", SALA__SET_INT, SALA__SET_SIZE | SALA__SET_BLOCKS, SALA__OPTION(draft_window),
+     64, 1 << 20, NULL},
+    {"spec-test", SALA__SET_WORD, 0, SALA__OPTION(spec_test), 0, 0,
+     "oracle oracle:N random adversarial"},
 };
 
 #define SALA__FIELD(field) offsetof(sala_request, field)
@@ -4558,6 +4572,7 @@ static const sala__setting sala__request_table[] = {
     {"logprobs", SALA__SET_INT, 0, SALA__FIELD(logprobs), 0, 20, NULL},
     {"special-text", SALA__SET_FLAG, 0, SALA__FIELD(special_text), 0, 1, NULL},
     {"want-rows", SALA__SET_INT, 0, SALA__FIELD(want_rows), 0, 3, NULL},
+    {"want-trees", SALA__SET_FLAG, 0, SALA__FIELD(want_trees), 0, 1, NULL},
 };
 #define SALA__ROWS(table) ((int)(sizeof(table) / sizeof(table)[0]))
 
@@ -4612,13 +4627,34 @@ static float sala__read_number(const char *text) {
     return (float)node.number;
 }
 
+// "depth,topk,nodes" of a tree that can be made: deep enough nodes, and not more than the levels hold.
+static int sala__shape_read(const char *text, sala__shape *shape) {
+    int32_t *const out[] = {&shape->depth, &shape->topk, &shape->nodes};
+    for (int i = 0; i < 3; i++) {
+        size_t digits = strspn(text, "0123456789");
+        if (digits < 1 || digits > 2 || text[digits] != (i < 2 ? ',' : 0)) return -1;
+        *out[i] = digits == 1 ? text[0] - '0' : 10 * (text[0] - '0') + text[1] - '0';
+        text += digits + 1;
+    }
+    int d = shape->depth, k = shape->topk, n = shape->nodes;
+    int fits = d >= 1 && d < SALA_MAX_PATH && k >= 1 && k <= SALA_MAX_TOPK;
+    return fits && n > d && n <= SALA_MAX_NODES && n <= 1 + k + (d - 1) * k * k ? 0 : -1;
+}
+
 // ---- checking ----
+
+static int sala__is_text(const sala__setting *e) {
+    return e->kind == SALA__SET_WORD || e->kind == SALA__SET_TEXT || e->kind == SALA__SET_TREE;
+}
 
 // Is a value right for this row? In a struct the special values 0 and NULL count too.
 static int sala__value_fits(const sala__setting *e, const sala__value *v, int in_struct) {
+    sala__shape shape;
     switch (e->kind) {
     case SALA__SET_SEED: return 1;
     case SALA__SET_WORD: return v->word ? sala__word_index(v->word, e->words) >= 0 : in_struct;
+    case SALA__SET_TEXT: return v->word ? v->word[0] != 0 : in_struct;
+    case SALA__SET_TREE: return v->word ? sala__shape_read(v->word, &shape) == 0 : in_struct;
     case SALA__SET_FLOAT: // NaN fits nothing
         if (!in_struct && (e->rules & SALA__SET_ABOVE) && v->real <= (float)e->minimum) return 0;
         return v->real >= (float)e->minimum && v->real <= (float)e->maximum;
@@ -4638,6 +4674,13 @@ static int sala__bad_setting(const sala__setting *e, const char *shown, sala_err
     char right[160];
     if (e->kind == SALA__SET_WORD)
         snprintf(right, sizeof right, "one of: %s", e->words);
+    else if (e->kind == SALA__SET_TEXT)
+        snprintf(right, sizeof right, "%s", e->words);
+    else if (e->kind == SALA__SET_TREE)
+        snprintf(right, sizeof right,
+                 "depth,topk,nodes like 7,2,15: depth 1 to %d, topk 1 to %d, nodes above depth, at "
+                 "most %d and no more than such levels hold",
+                 SALA_MAX_PATH - 1, SALA_MAX_TOPK, SALA_MAX_NODES);
     else if (e->kind == SALA__SET_FLAG)
         snprintf(right, sizeof right, "0 or 1");
     else if (e->kind == SALA__SET_SEED)
@@ -4658,7 +4701,7 @@ static int sala__check_table(const sala__setting *table, int rows, const void *b
         const void *at = (const char *)base + e->offset;
         sala__value v = {0, 0, NULL};
         char shown[40];
-        if (e->kind == SALA__SET_WORD)
+        if (sala__is_text(e))
             v.word = *(const char *const *)at;
         else if (e->kind == SALA__SET_FLOAT)
             v.real = *(const float *)at;
@@ -4702,7 +4745,9 @@ static int sala__set(const sala__setting *e, void *base, const char *text, sala_
     if (!text && e->kind == SALA__SET_FLAG) text = "1";
     if (!text) return sala__fail(err, SALA_E_ARGUMENT, "%s needs a value", e->name);
     switch (e->kind) {
-    case SALA__SET_WORD: v.word = text; break;
+    case SALA__SET_WORD:
+    case SALA__SET_TEXT:
+    case SALA__SET_TREE: v.word = text; break;
     case SALA__SET_FLOAT: v.real = sala__read_number(text); break;
     case SALA__SET_FLAG: // an unknown word gives -1, which does not fit
         v.integer = sala__word_index(text, "0 1 false true off on no yes") % 2;
@@ -4712,7 +4757,9 @@ static int sala__set(const sala__setting *e, void *base, const char *text, sala_
     if (malformed || !sala__value_fits(e, &v, 0)) return sala__bad_setting(e, text, err);
     if ((e->rules & SALA__SET_NEVER) && v.integer == 0) v.integer = SALA_DENSE_NEVER;
     switch (e->kind) {
-    case SALA__SET_WORD: *(const char **)at = v.word; break;
+    case SALA__SET_WORD:
+    case SALA__SET_TEXT:
+    case SALA__SET_TREE: *(const char **)at = v.word; break;
     case SALA__SET_FLOAT: *(float *)at = v.real; break;
     case SALA__SET_SEED:
     case SALA__SET_LONG: *(int64_t *)at = v.integer; break;
@@ -4800,11 +4847,12 @@ static int sala__check_request_fields(const sala_request *r, sala_error *err) {
     } arrays[] = {
         {"tokens", "token_count", r->tokens, r->token_count, 1 << 30},
         {"force", "force_count", r->force, r->force_count, 1 << 30},
+        {"guess", "guess_count", r->guess, r->guess_count, 1 << 30},
         {"stop", "stop_count", r->stop, r->stop_count, SALA__STOP_STRINGS},
         {"stop_tokens", "stop_token_count", r->stop_tokens, r->stop_token_count, SALA__STOP_TOKENS},
     };
     int code = sala__check_sampling(r, err);
-    for (int i = 0; i < 4 && code == 0; i++)
+    for (int i = 0; i < 5 && code == 0; i++)
         code = sala__check_array(arrays[i].name, arrays[i].count_name, arrays[i].array,
                                  arrays[i].count, arrays[i].most, err);
     if (code < 0) return code;
@@ -9180,16 +9228,49 @@ typedef struct sala__sequence {
 
 // Speculation of one request: its index of n-grams, how drafts did, and what is tried next.
 typedef struct sala__spec {
-    int32_t *chain_head, *chain_next; // hash of four tokens -> last place, place -> the one before
-    int64_t indexed;                  // tokens of the sequence that are in it
-    int32_t misses, off_until_step;   // firings in a row that failed
-    int32_t steps, fallback_until_step;
+    // Places in the history of the sequence where four tokens end, plus 1: the last one of each hash,
+    // and of each place the one before it with the same hash. 0: none.
+    int32_t *chain_head, *chain_next; // [chain_mask + 1], [chain_room]
+    uint32_t chain_mask;
+    int64_t chain_room, indexed;     // tokens of the sequence that are in it
+    int32_t misses;                  // chains in a row that failed
+    double right, tried;             // tokens of chains that were right, of those looked at; fading
+    int32_t tree_steps, tree_sum;    // trees of a head in this window, and the tokens they gave
+    int64_t step;                    // verifies of this request
+    int64_t chains_from, trees_from; // no chain, no tree before this step
+    int32_t pause;                   // steps that the last pause of trees took
+    int64_t before;                  // tokens chosen when the tree was planned
+    sala_tree tree;                  // of this verify
+    int32_t source, level;           // SALA_DRAFT_*, of the policy
     int32_t
         deepest; // depth that a node of the next tree may have; then it fits pages and max_tokens
-    sala_tree tree;              // of this verify
-    int32_t source;              // SALA_DRAFT_*
     int32_t row[SALA_MAX_NODES]; // of each of its nodes, from the sequence's first row on
 } sala__spec;
+
+#define SALA__DRAFTS 16 // sequences for which the head drafts in one step
+#define SALA__LEVELS 3  // 0: the root alone
+#define SALA__COSTS 16  // kinds of verify passes, by rows
+
+typedef struct sala__mean { // of seconds: fading, see sala__mean_add
+    double value;
+    int32_t count;
+} sala__mean;
+
+// What the engine drafts, and what it has learnt about the price and the yield.
+typedef struct sala__policy {
+    int32_t on, chains, trees; // anything at all, n-gram chains, trees
+    int32_t forced;            // asked for by name: measurements do not switch it off
+    int32_t fixed;             // the shape was given: the load does not change it
+    int32_t test, percent;     // SALA__TEST_*; how often an oracle is right
+    sala__shape shape[SALA__LEVELS];
+    int32_t cap, cap_calm;      // the level that the load allows; steps in a row that allow more
+    int32_t level, level_calm;  // what runs; steps in a row in which another looked better
+    int64_t step, retry_from;   // verifies; level 0 is left for a new trial from this one on
+    int32_t retry;              // steps from one such trial to the next
+    double yield[SALA__LEVELS]; // tokens of a verify, per sequence
+    sala__mean draft[SALA__LEVELS]; // seconds of making all trees of a step
+    sala__mean cost[SALA__COSTS];   // seconds of a verify
+} sala__policy;
 
 enum { SALA__WAITING, SALA__PREFILL, SALA__DECODE };
 
@@ -9306,6 +9387,7 @@ struct sala {
     sala__checkpoint draft_checkpoint;
     sala__weights draft_weights, gpu_draft_weights;
     int64_t gpu_draft_weight_bytes;
+    sala__policy policy;
     // requests and events
     sala__request *requests;
     int64_t next_id;
@@ -10028,9 +10110,12 @@ static void sala__stop(sala *s) {
     s->cpu_open = s->on_gpu = 0;
 }
 
+static int sala__spec_open(sala *s, sala_error *err);
+
 static int sala__open(sala *s, const char *path, sala_error *err) {
     int code = sala__read_files(s, path, 1, err);
     if (code < 0) return code;
+    if ((code = sala__spec_open(s, err)) < 0) return code;
     if ((code = sala__choose_device(s, err)) < 0) return code;
     s->path = sala__join(&s->env, "", path, err);
     if (!s->path) return SALA_E_MEMORY;
@@ -10053,6 +10138,7 @@ static int sala__open(sala *s, const char *path, sala_error *err) {
 }
 
 static void sala__drop_request(sala *s, sala__request *r);
+static void sala__spec_text(const sala *s, char *text, size_t size);
 
 SALA_API void sala_close(sala *s) {
     if (!s) return;
@@ -10185,6 +10271,7 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
     info->kv_bytes_per_token = p->pages ? p->kv_bytes / p->pages / m->block : 0;
     info->state_bytes_per_sequence = (int64_t)p->state * 4 * s->lightning_layers;
     info->decode_bytes = s->weights.decode_bytes + sala__state_traffic(s);
+    sala__spec_text(s, info->spec, sizeof info->spec);
     for (int i = 0; s->sequences && i < p->slots; i++) {
         info->sequences_resident += s->sequences[i].id != 0;
     }
@@ -10208,6 +10295,7 @@ SALA_API int sala_plan(const char *path, const sala_options *options, sala_info 
     if (!s) return err ? err->code : SALA_E_ARGUMENT;
     int code = path ? sala__read_files(s, path, 0, err)
                     : sala__fail(err, SALA_E_ARGUMENT, "sala_plan: no path given");
+    if (code == 0) code = sala__spec_open(s, err);
     if (code == 0) code = sala__choose_device(s, err);
     if (code == 0) {
         code = sala__make_plan(s, err); // a plan that does not fit is still reported
@@ -10234,6 +10322,111 @@ SALA_API int sala_plan(const char *path, const sala_options *options, sala_info 
    (speculation.md).
    -------------------------------------------------------------------------------------------- */
 
+// ---- trees ----
+
+// Add a node below `parent`. Returns its index.
+static int sala__tree_add(sala_tree *t, int parent, int32_t token) {
+    int i = t->count++;
+    t->token[i] = token;
+    t->parent[i] = parent;
+    t->depth[i] = t->depth[parent] + 1;
+    t->score[i] = 0;
+    return i;
+}
+
+// ---- n-grams ----
+//
+// What came before often comes again: quotations, lists, code. The last four tokens are looked up in
+// the history of the sequence; the longest match tells how the text may go on (speculation.md 5.2).
+
+#define SALA__NGRAM 4
+#define SALA__NGRAM_HOPS 8   // places that are looked at
+#define SALA__NGRAM_MATCH 32 // tokens of a match that count
+
+static uint32_t sala__ngram_hash(const int32_t *last) { // of the four tokens that end there
+    uint64_t h = 0;
+    for (int i = 0; i < SALA__NGRAM; i++)
+        h = (h ^ (uint32_t)last[-i]) * UINT64_C(0x9E3779B97F4A7C15);
+    return (uint32_t)(h >> 32);
+}
+
+// Bring the index up to date, but for the four tokens at the end: those are to be looked up.
+static int sala__ngram_index(sala *s, sala__request *r, sala_error *err) {
+    const sala__sequence *q = &s->sequences[r->slot];
+    sala__spec *c = &r->spec;
+    if (!c->chain_head) { // 8 to 12 bytes for each token that there will be
+        int64_t room = (int64_t)q->token_count + r->max_tokens - r->chosen + 1, size = 64;
+        while (size < room) size *= 2;
+        c->chain_head =
+            (int32_t *)sala__alloc(&s->env, (size_t)size, 4, "an index of n-grams", err);
+        c->chain_next =
+            (int32_t *)sala__alloc(&s->env, (size_t)room, 4, "an index of n-grams", err);
+        if (!c->chain_head || !c->chain_next) return SALA_E_MEMORY;
+        c->chain_mask = (uint32_t)(size - 1);
+        c->chain_room = room;
+        c->indexed = SALA__NGRAM - 1;
+    }
+    int64_t end = (int64_t)q->token_count - 1;
+    for (; c->indexed < end && c->indexed < c->chain_room; c->indexed++) {
+        int32_t *head = &c->chain_head[sala__ngram_hash(q->tokens + c->indexed) & c->chain_mask];
+        c->chain_next[c->indexed] = *head;
+        *head = (int32_t)c->indexed + 1;
+    }
+    return 0;
+}
+
+// The longest match of the end of the history, of equal ones the latest. Returns its length, *place is
+// where it ends.
+static int sala__ngram_match(const sala__spec *c, const int32_t *tokens, int64_t count,
+                             int64_t *place) {
+    int best = 0;
+    if (!c->chain_head || count < SALA__NGRAM) return 0;
+    const int32_t *last = tokens + count - 1;
+    int32_t at = c->chain_head[sala__ngram_hash(last) & c->chain_mask];
+    for (int hop = 0; at && hop < SALA__NGRAM_HOPS; hop++, at = c->chain_next[at - 1]) {
+        const int32_t *there = tokens + at - 1;
+        int n = 0;
+        while (n < SALA__NGRAM_MATCH && n < at && there[-n] == last[-n]) n++;
+        if (n <= best) continue;
+        best = n;
+        *place = at - 1;
+    }
+    return best;
+}
+
+// What the last chain of this request taught. A chain that can give no more than it did is no failure.
+static void sala__ngram_learn(sala__spec *c, int accepted) {
+    int offered = c->tree.count - 1;
+    c->right += accepted;
+    c->tried += accepted < offered ? accepted + 1 : offered;
+    if (c->tried > 64) c->right /= 2, c->tried /= 2;
+    if (accepted >= 4 || accepted == offered) {
+        c->misses = 0;
+    } else if (accepted < 2) {
+        c->misses++;
+        if (c->misses >= 4) c->chains_from = c->step + 32;
+    } else if (c->misses < 2) {
+        c->misses = 0;
+    }
+}
+
+// Length of the chain that a match of `match` tokens deserves; 0: none.
+static int sala__ngram_length(const sala__spec *c, int match, int most) {
+    int length = 2 * (match - 4) + 2;
+    if (match < (c->misses >= 2 ? 10 : 6) || c->step < c->chains_from) return 0;
+    return length < most ? length : most;
+}
+
+// The chain itself: what followed the match; where that is the chain's own place, it goes on with itself.
+// The token that refuted a chain is part of the history now, so no refuted chain is offered again.
+static void sala__ngram_chain(sala_tree *t, const int32_t *tokens, int64_t count, int64_t place,
+                              int length) {
+    for (int i = 0; i < length; i++) {
+        int64_t from = place + 1 + i;
+        sala__tree_add(t, t->count - 1, from < count ? tokens[from] : t->token[from - count + 1]);
+    }
+}
+
 // ---- the draft head ----
 
 // Forget what the draft head knows of a sequence: it starts empty (a new, restored or reused one).
@@ -10241,18 +10434,340 @@ static void sala__draft_forget(sala *s, int slot) {
     memset(&s->sequences[slot].draft, 0, sizeof s->sequences[slot].draft);
 }
 
+// One tree for each of these sequences, of at most its shape, by the head.
+static int sala__draft_propose(sala *s, const int32_t *slots, const sala__shape *shapes, int n,
+                               sala_tree *trees, sala_error *err) {
+    (void)shapes;
+    (void)err;
+    for (int i = 0; i < n; i++) sala__tree_root(&trees[i], s->sequences[slots[i]].root);
+    return 0;
+}
+
+// ---- drafts of tests ----
+
+enum { SALA__TEST_NONE, SALA__TEST_ORACLE, SALA__TEST_RANDOM, SALA__TEST_ADVERSARY };
+
+// A tree of this shape: a path down to its depth, each node of it before its siblings or (last) behind
+// them; what is left hangs below the first sibling. path: [depth + 1] its nodes.
+static void sala__tree_shape(sala_tree *t, const sala__shape *shape, int last, int32_t *path) {
+    int spare = shape->nodes - 1 - shape->depth, side = 0;
+    path[0] = 0;
+    for (int d = 1; d <= shape->depth; d++) {
+        if (!last) path[d] = sala__tree_add(t, path[d - 1], 0);
+        for (int i = 1; i < shape->topk && spare > 0; i++, spare--) {
+            int sibling = sala__tree_add(t, path[d - 1], 0);
+            if (!side) side = sibling;
+        }
+        if (last) path[d] = sala__tree_add(t, path[d - 1], 0);
+    }
+    for (; side && spare > 0 && t->depth[side] < shape->depth; spare--)
+        side = sala__tree_add(t, side, 0);
+}
+
+// A tree of the shape, its tokens from the request's guess (see sala_options.spec_test). Siblings differ:
+// wrong ones stand at different distances behind the right one in the vocabulary.
+static void sala__test_tree(const sala *s, sala__request *r, const sala__shape *shape) {
+    const sala__policy *p = &s->policy;
+    sala_tree *t = &r->spec.tree;
+    uint32_t vocab = (uint32_t)s->config.dims.vocab;
+    int64_t position = s->sequences[r->slot].stored, known = r->guess_count - r->chosen + 1;
+    int32_t path[SALA_MAX_PATH];
+    sala__tree_root(t, t->token[0]);
+    sala__tree_shape(t, shape, p->test == SALA__TEST_ADVERSARY, path);
+    for (int i = 1, right = 1; i < t->count; i++) {
+        int d = t->depth[i];
+        int64_t truth = d < known ? r->guess[r->chosen - 1 + d] : -1;
+        uint64_t random = sala_random(r->sampler.seed, (uint64_t)(position + d));
+        t->token[i] =
+            (int32_t)((uint64_t)(truth + 1 + (int64_t)((random + (uint32_t)i) % (vocab - 1))) %
+                      vocab);
+        if (path[d] != i || truth < 0 || p->test == SALA__TEST_RANDOM) continue;
+        if (p->test == SALA__TEST_ORACLE && (random >> 32) * 100 >> 32 >= (uint64_t)p->percent)
+            right = 0;
+        if (right) t->token[i] = (int32_t)truth;
+    }
+}
+
 // ---- what runs when ----
+//
+// Drafts cost time whether they are right or not. How large a tree may be follows from the number of
+// sequences that generate; whether it pays, from what steps took and gave so far (speculation.md 5.1).
+
+static const sala__shape sala__shapes[SALA__LEVELS] = {{0, 1, 1}, {5, 2, 11}, {7, 2, 15}};
+static const double sala__hopes[SALA__LEVELS] = {1, 2.7,
+                                                 3.0}; // tokens of a verify, before any was seen
+static const int sala__cost_rows[SALA__COSTS] = {1,  2,  3,  4,  6,  8,   12,  16,
+                                                 24, 32, 48, 64, 96, 128, 192, 256};
+
+// Take one more measurement. The first one of its kind holds what happens only once (kernels that are
+// loaded, a graph that is recorded); later ones of that sort count little.
+static void sala__mean_add(sala__mean *m, double x) {
+    if (++m->count <= 2 || x < m->value / 2) {
+        m->value = x;
+        return;
+    }
+    int n = m->count < 32 ? m->count - 1 : 32;
+    m->value += ((x < 2 * m->value ? x : 2 * m->value) - m->value) / n;
+}
+
+static int sala__mean_known(const sala__mean *m) {
+    return m->count >= 3;
+}
+
+static int sala__cost_index(int rows) {
+    int i = 0;
+    while (i < SALA__COSTS - 1 && sala__cost_rows[i] < rows) i++;
+    return i;
+}
+
+// Seconds of a verify of so many rows: between measured ones in proportion, beyond them as the nearest,
+// so that what is not known gets a trial. 0: nothing is known.
+static double sala__cost(const sala__policy *p, int rows) {
+    int i = sala__cost_index(rows), low = i, high = i;
+    while (low >= 0 && !sala__mean_known(&p->cost[low])) low--;
+    while (high < SALA__COSTS && !sala__mean_known(&p->cost[high])) high++;
+    if (low < 0) return high < SALA__COSTS ? p->cost[high].value : 0;
+    if (high == SALA__COSTS || high == low) return p->cost[low].value;
+    double share = (double)(sala__cost_rows[i] - sala__cost_rows[low]) /
+                   (sala__cost_rows[high] - sala__cost_rows[low]);
+    return p->cost[low].value + share * (p->cost[high].value - p->cost[low].value);
+}
+
+// The level that so many sequences allow: down at once, up after 16 steps that allow it.
+static void sala__load_level(sala__policy *p, int sequences) {
+    if (p->fixed) return;
+    int down = sequences >= 11 ? 0 : sequences >= 3 ? 1 : 2;
+    int up = sequences <= 1 ? 2 : sequences <= 8 ? 1 : 0;
+    p->cap_calm = up > p->cap ? p->cap_calm + 1 : 0;
+    if (down < p->cap) p->cap = down;
+    if (p->cap_calm < 16) return;
+    p->cap++;
+    p->cap_calm = 0;
+}
+
+// How much faster than plain decoding a level is, by what was measured; 0: not known yet.
+static double sala__gain(const sala__policy *p, int level, int sequences) {
+    if (!sala__mean_known(&p->draft[level])) return 0;
+    double step = sala__cost(p, sequences * p->shape[level].nodes) + p->draft[level].value;
+    return step > 0 ? p->yield[level] * sala__cost(p, sequences) / step : 0;
+}
+
+// The level of this step: what the load allows and measurements do not speak against for 16 steps.
+static void sala__choose_level(sala__policy *p, int sequences) {
+    sala__load_level(p, sequences);
+    if (p->level > p->cap || p->forced) p->level = p->cap;
+    if (p->forced) return;
+    if (p->level == 0 && p->step >= p->retry_from) { // the text may have become another
+        memcpy(p->yield, sala__hopes, sizeof p->yield);
+        p->retry_from = p->step + p->retry;
+    }
+    int best = p->cap;
+    for (; best > 0; best--) {
+        double gain = sala__gain(p, best, sequences);
+        if (gain == 0 || gain > (best == p->level ? 1.03 : 1.10)) break;
+    }
+    p->level_calm = best == p->level ? 0 : p->level_calm + 1;
+    if (p->level_calm < 16) return;
+    for (int l = 1; l < p->level; l++) // a smaller tree of this head gives no more
+        if (p->yield[l] > p->yield[p->level]) p->yield[l] = p->yield[p->level];
+    if (best == 0) {
+        p->retry = p->retry < 1 << 14 ? 2 * p->retry : 1 << 15;
+        p->retry_from = p->step + p->retry;
+    }
+    p->level = best;
+    p->level_calm = 0;
+}
+
+// What a verify of so many rows took.
+static void sala__plan_learn(sala *s, int rows, double seconds) {
+    if (s->policy.on) sala__mean_add(&s->policy.cost[sala__cost_index(rows)], seconds);
+}
+
+// What the last tree of a request taught: it gave the tokens that were chosen since.
+static void sala__plan_review(sala__policy *p, sala__request *r) {
+    sala__spec *c = &r->spec;
+    int given = (int)(r->chosen - c->before);
+    if (c->source == SALA_DRAFT_NGRAM) sala__ngram_learn(c, given - 1);
+    if (c->source == SALA_DRAFT_EAGLE) {
+        p->yield[c->level] += (given - p->yield[c->level]) / 64;
+        c->tree_steps++;
+        c->tree_sum += given;
+    }
+    c->before = r->chosen;
+    c->source = SALA_DRAFT_NONE;
+    c->step++;
+    if (c->tree_steps < 64) return;
+    int failed = !p->forced && c->tree_sum < 83; // 1.3 tokens a tree
+    c->pause = !failed ? 0 : !c->pause ? 256 : c->pause < 4096 ? 2 * c->pause : 4096;
+    if (failed) c->trees_from = c->step + c->pause;
+    c->tree_steps = c->tree_sum = 0;
+}
+
+// Tokens that a tree of this request may add behind its root.
+static int sala__plan_room(const sala *s, const sala__request *r) {
+    const sala__sequence *q = &s->sequences[r->slot];
+    int64_t room = r->max_tokens - r->chosen - 1;
+    int64_t pages = (int64_t)q->page_count * s->config.dims.block - q->stored - 1;
+    if (room > pages) room = pages;
+    if (room > SALA_MAX_PATH - 1) room = SALA_MAX_PATH - 1;
+    return room > 0 ? (int)room : 0;
+}
+
+// Of chains up to `length` the one that makes the step fastest, if `rows` rows give `tokens` without it.
+static int sala__chain_that_pays(const sala__policy *p, const sala__spec *c, int rows,
+                                 double tokens, int length) {
+    double plain = sala__cost(p, rows), best = plain > 0 ? tokens / plain : 0, more = 0, each = 1;
+    int pays = 0;
+    if (p->forced || plain == 0) return length;
+    for (int n = 1; n <= length; n++) {
+        more += each *= c->right / c->tried;
+        double rate = (tokens + more) / sala__cost(p, rows + n);
+        if (rate > best) best = rate, pays = n;
+    }
+    return pays;
+}
+
+// A chain for one request, if its text has come before. Returns the nodes behind the root, or an error.
+static int sala__plan_chain(sala *s, sala__request *r, int sequences, int rows, int most,
+                            sala_error *err) {
+    const sala__policy *p = &s->policy;
+    const sala__sequence *q = &s->sequences[r->slot];
+    sala__spec *c = &r->spec;
+    int64_t count = (int64_t)q->token_count, place = 0;
+    int room = sala__plan_room(s, r), level = p->shape[p->cap].nodes - 1;
+    if (!p->forced && (count < 64 || r->sampler.temperature > 1)) return 0;
+    int code = sala__ngram_index(s, r, err);
+    if (code < 0) return code;
+    if (sequences > 1 && room > (level ? level : 4)) room = level ? level : 4;
+    if (room > most) room = most;
+    int length = sala__ngram_length(c, sala__ngram_match(c, q->tokens, count, &place), room);
+    if (length > 0) length = sala__chain_that_pays(p, c, rows, sequences, length);
+    if (length <= 0) return 0;
+    sala__ngram_chain(&c->tree, q->tokens, count, place, length);
+    c->source = SALA_DRAFT_NGRAM;
+    return length;
+}
+
+// Trees for all requests that have none yet, of the level's shape, as far as the rows go.
+static int sala__plan_heads(sala *s, sala__request **active, int count, int spare,
+                            sala_error *err) {
+    sala__policy *p = &s->policy;
+    sala__request *which[SALA__DRAFTS];
+    sala__shape shapes[SALA__DRAFTS];
+    int32_t slots[SALA__DRAFTS];
+    sala_tree trees[SALA__DRAFTS];
+    int n = 0;
+    for (int i = 0; i < count && n < SALA__DRAFTS; i++) {
+        sala__request *r = active[i];
+        sala__shape shape = p->shape[p->level];
+        int room = sala__plan_room(s, r);
+        if (r->spec.source != SALA_DRAFT_NONE || r->spec.step < r->spec.trees_from) continue;
+        if (shape.depth > room) shape.depth = room;
+        if (shape.nodes > spare + 1) shape.nodes = spare + 1;
+        if (shape.depth > shape.nodes - 1) shape.depth = shape.nodes - 1;
+        if (shape.depth < 1) continue;
+        spare -= shape.nodes - 1;
+        which[n] = r;
+        slots[n] = r->slot;
+        shapes[n++] = shape;
+    }
+    if (!n) return 0;
+    double began = sala__now();
+    int code = s->has_draft ? sala__draft_propose(s, slots, shapes, n, trees, err) : 0;
+    for (int i = 0; i < n && code == 0; i++) {
+        if (p->test)
+            sala__test_tree(s, which[i], &shapes[i]);
+        else
+            which[i]->spec.tree = trees[i];
+        which[i]->spec.source = SALA_DRAFT_EAGLE;
+        which[i]->spec.level = p->level;
+    }
+    sala__mean_add(&p->draft[p->level], sala__now() - began);
+    return code;
+}
 
 // Decide what each of these requests verifies next, and build it: request->spec.tree and .source.
 // Every sequence has page room for its whole tree; all trees together have at most `rows` nodes.
 static int sala__plan_trees(sala *s, sala__request **active, int count, int rows, sala_error *err) {
-    (void)err;
-    (void)rows;
+    sala__policy *p = &s->policy;
     for (int i = 0; i < count; i++) {
+        sala__plan_review(p, active[i]);
         sala__tree_root(&active[i]->spec.tree, s->sequences[active[i]->slot].root);
-        active[i]->spec.source = SALA_DRAFT_NONE;
     }
+    if (!p->on) return 0;
+    p->step++;
+    sala__choose_level(p, count);
+    // A few plain steps of each load: what drafts are measured by.
+    if (!p->forced && !sala__mean_known(&p->cost[sala__cost_index(count)])) return 0;
+    int used = count;
+    for (int i = 0; i < count && p->chains; i++) {
+        int more = sala__plan_chain(s, active[i], count, used, rows - used, err);
+        if (more < 0) return more;
+        used += more;
+    }
+    return p->trees && p->level ? sala__plan_heads(s, active, count, rows - used, err) : 0;
+}
+
+// ---- what was asked for ----
+
+static int sala__spec_is(const sala *s, const char *mode) {
+    return strcmp(s->options.spec ? s->options.spec : "auto", mode) == 0;
+}
+
+// Make a policy of the options, once it is known whether there is a draft head.
+static int sala__spec_open(sala *s, sala_error *err) {
+    const char *shape = s->options.spec_tree, *test = s->options.spec_test;
+    sala__policy *p = &s->policy;
+    memset(p, 0, sizeof *p);
+    p->on = !sala__spec_is(s, "off");
+    p->forced = sala__spec_is(s, "ngram") || sala__spec_is(s, "eagle");
+    p->chains = p->on && !sala__spec_is(s, "eagle") && !test;
+    p->trees = p->on && !sala__spec_is(s, "ngram") && (s->has_draft || test);
+    if (sala__spec_is(s, "eagle") && !p->trees)
+        return sala__fail(
+            err, SALA_E_ARGUMENT,
+            "spec eagle needs a draft head: name its folder in draft, or leave spec auto");
+    if (test && !p->trees)
+        return sala__fail(err, SALA_E_ARGUMENT,
+                          "spec-test is about trees: it does not go with spec %s", s->options.spec);
+    if (test) {
+        p->test = test[0] == 'o'   ? SALA__TEST_ORACLE
+                  : test[0] == 'r' ? SALA__TEST_RANDOM
+                                   : SALA__TEST_ADVERSARY;
+        p->percent = test[0] == 'o' && test[6] ? atoi(test + 7) : 100;
+    }
+    memcpy(p->shape, sala__shapes, sizeof p->shape);
+    memcpy(p->yield, sala__hopes, sizeof p->yield);
+    p->fixed = shape != NULL && sala__shape_read(shape, &p->shape[1]) == 0;
+    if (p->fixed) p->shape[2] = p->shape[1];
+    p->cap = p->level = SALA__LEVELS - 1;
+    p->retry = 1 << 10;
     return 0;
+}
+
+// What runs, and why, for sala_info.
+static void sala__spec_text(const sala *s, char *text, size_t size) {
+    const sala__policy *p = &s->policy;
+    const sala__shape *one = &p->shape[2], *many = &p->shape[1];
+    char trees[96] = "";
+    if (p->trees && p->fixed)
+        snprintf(trees, sizeof trees, "trees of %d,%d,%d", one->depth, one->topk, one->nodes);
+    else if (p->trees)
+        snprintf(trees, sizeof trees,
+                 "trees of %d,%d,%d, from 3 sequences on %d,%d,%d, from 11 on none", one->depth,
+                 one->topk, one->nodes, many->depth, many->topk, many->nodes);
+    if (!p->on) {
+        snprintf(text, size, "off: every step gives one token");
+        return;
+    }
+    int n = snprintf(text, size, "%s: %s%s%s%s", s->options.spec ? s->options.spec : "auto",
+                     p->chains ? "n-gram chains" : "", p->chains && p->trees ? " and " : "",
+                     p->trees ? p->test ? "test " : "EAGLE-3 " : "", trees);
+    if (p->test) n += snprintf(text + n, size - (size_t)n, " (%s)", s->options.spec_test);
+    if (!p->trees && !p->forced)
+        n += snprintf(text + n, size - (size_t)n, "; no draft head was named");
+    if (p->trees && p->cap && !p->level)
+        snprintf(text + n, size - (size_t)n, "; at present no trees: measured, they do not pay");
 }
 /* -----------------------------------------------------------------------------------------------
    [12] THE LOOP: prefill, verify, events
@@ -10300,6 +10815,9 @@ static void sala__drop_request(sala *s, sala__request *r) {
     const sala__env *env = &s->env;
     sala__release(env, r->tokens);
     sala__release(env, r->force);
+    sala__release(env, r->guess);
+    sala__release(env, r->spec.chain_head);
+    sala__release(env, r->spec.chain_next);
     sala__release(env, r->stop_tokens);
     for (int i = 0; r->stop && i < r->stop_count; i++) sala__release(env, r->stop[i]);
     sala__release(env, r->stop);
@@ -10364,6 +10882,7 @@ static int sala__request_copy(sala *s, const sala_request *ask, sala__request *r
     r->want_rows = ask->want_rows;
     r->want_trees = ask->want_trees;
     if ((code = sala__check_tokens(s, ask->force, ask->force_count, "force", err)) < 0) return code;
+    if ((code = sala__check_tokens(s, ask->guess, ask->guess_count, "guess", err)) < 0) return code;
     if ((code = sala__check_tokens(s, ask->stop_tokens, ask->stop_token_count, "stop_tokens",
                                    err)) < 0)
         return code;
@@ -10373,8 +10892,10 @@ static int sala__request_copy(sala *s, const sala_request *ask, sala__request *r
                                            "stop tokens", err);
     r->stop =
         (char **)sala__alloc(&s->env, (size_t)ask->stop_count, sizeof(char *), "stop strings", err);
-    if (!r->force || !r->stop_tokens || !r->stop) return SALA_E_MEMORY;
+    r->guess = (int32_t *)sala__copy(s, ask->guess, (size_t)ask->guess_count, 4, "a guess", err);
+    if (!r->force || !r->stop_tokens || !r->stop || !r->guess) return SALA_E_MEMORY;
     r->force_count = ask->force_count;
+    r->guess_count = ask->guess_count;
     r->stop_token_count = ask->stop_token_count;
     for (; r->stop_count < ask->stop_count; r->stop_count++) {
         const char *text = ask->stop[r->stop_count];
@@ -11658,6 +12179,7 @@ static int sala__verify(sala *s, sala_error *err) {
     if (code < 0) return code;
     double done = sala__now();
     int64_t bytes = sala__verify_bytes(s, n);
+    sala__plan_learn(s, n, done - planned);
     for (int i = 0; i < n && code == 0; i++) {
         active[i]->decode_bytes += bytes;
         active[i]->counted.draft_seconds += planned - start;
