@@ -476,6 +476,90 @@ static void test_draft_grow(void) {
     CHECK(full > 50, "%d trees of %d nodes", full, SALA_MAX_NODES);
 }
 
+// ---- in the engine ----
+
+typedef struct story { // what two requests of one sequence gave
+    int32_t tokens[200];
+    int count, filled;
+    sala_act *cache;
+    double accepted;
+} story;
+
+// A prompt and its continuation, the second after a second prompt.
+static story tell(const char *spec, const char *tree, const char *test, int chunk,
+                  const story *guess) {
+    sala_options o;
+    sala_request r;
+    sala_event e;
+    sala_error err;
+    story t;
+    int32_t prompt[150];
+    memset(&o, 0, sizeof o);
+    memset(&t, 0, sizeof t);
+    o.synthetic = 1, o.synthetic_seed = 9, o.threads = 2, o.max_sequences = 2, o.context = 512;
+    o.device = "cpu", o.chunk = chunk, o.draft = head_file, o.spec = spec, o.spec_tree = tree;
+    o.spec_test = test, o.draft_window = 128;
+    sala *s = sala_open("models/sala-tiny/config.json", &o, &err);
+    must(s ? 0 : -1, &err);
+    check_seed = 77;
+    for (int i = 0; i < 150; i++) prompt[i] = 5 + (int32_t)(check_random() % 2000);
+    int64_t sequence = 0;
+    for (int turn = 0; turn < 2; turn++) {
+        memset(&r, 0, sizeof r);
+        r.tokens = prompt, r.token_count = turn ? 40 : 150, r.sequence = sequence, r.keep = 1;
+        r.max_tokens = 45, r.ignore_eos = 1, r.temperature = turn ? 0.8f : 0, r.seed = 3;
+        if (guess) r.guess = guess->tokens + 45 * turn, r.guess_count = 45;
+        must(sala_submit(s, &r, &err) < 0 ? -1 : 0, &err);
+        for (int code = 1; code > 0;) {
+            must(code = sala_step(s, &err), &err);
+            while (sala_next_event(s, &e)) {
+                if (e.type == SALA_EVENT_TOKEN && t.count < 200) t.tokens[t.count++] = e.token;
+                if (e.type != SALA_EVENT_FINISH) continue;
+                sequence = e.sequence;
+                t.accepted += (double)e.timings.accepted[SALA_DRAFT_EAGLE][1];
+            }
+        }
+    }
+    sala__sequence *q = &s->sequences[0];
+    if (s->has_draft) {
+        must(sala__draft_fill(s, q, q->stored - 1, NULL, &err), &err);
+        t.cache = cache_of(s, q);
+        t.filled = q->draft.filled;
+    }
+    sala_close(s);
+    return t;
+}
+
+// Whatever is drafted and refused, and however prompts are cut: the same text, and the same cache of the head.
+static void test_draft_engine(void) {
+    write_head(1, 0);
+    story plain = tell("off", NULL, NULL, 512, NULL);
+    story base = tell("eagle", "3,2,7", NULL, 512, NULL);
+    CHECK(plain.count == 90, "%d tokens", plain.count);
+    const struct {
+        const char *tree, *test;
+        int chunk;
+    } ways[] = {{"1,1,2", NULL, 512},      {"6,4,30", NULL, 64},
+                {"4,2,9", "oracle", 128},  {"7,2,15", "oracle:60", 512},
+                {"5,2,11", "random", 192}, {"5,2,11", "adversarial", 512}};
+    for (int i = 0; i < 6; i++) {
+        story t = tell("eagle", ways[i].tree, ways[i].test, ways[i].chunk, &plain);
+        CHECK(t.count == plain.count && memcmp(t.tokens, plain.tokens, sizeof t.tokens) == 0,
+              "another text in way %d", i);
+        size_t row = 2 * KV * DIM * sizeof *t.cache, n = (size_t)(t.filled - 64);
+        CHECK(t.filled > 150 && t.filled < 320, "%d filled", t.filled);
+        CHECK(memcmp(t.cache, base.cache, 64 * row) == 0, "another anchor in way %d", i);
+        n = n < (size_t)base.filled - 64 ? n : (size_t)base.filled - 64;
+        CHECK(memcmp((char *)t.cache + ((size_t)t.filled - n) * row,
+                     (char *)base.cache + ((size_t)base.filled - n) * row, n * row) == 0,
+              "another window in way %d", i);
+        if (i == 2) CHECK(t.accepted > 10, "%g accepted", t.accepted);
+        free(t.cache);
+    }
+    CHECK(memcmp(base.tokens, plain.tokens, sizeof base.tokens) == 0, "another text");
+    free(base.cache);
+}
+
 // ---- on a device ----
 
 // Which libraries stand for the driver and the compiler. NULL: neither GPU nor simulator is there.
@@ -544,4 +628,4 @@ static void test_draft_device(void) {
 }
 
 TEST_MAIN(TEST(test_draft_grow), TEST(test_draft_reference), TEST(test_draft_cache),
-          TEST(test_draft_window), TEST(test_draft_device))
+          TEST(test_draft_window), TEST(test_draft_engine), TEST(test_draft_device))
