@@ -44,6 +44,8 @@ static void test_draft_capture_keep(void) {
     for (int third = 0; third < 3; third++) {
         c.third = d.third = third;
         c.norm = d.norm = draft_vector(third == 1 ? by : NULL, W);
+        for (size_t i = 0; i < (size_t)ROWS * W; i++) x[i] ^= (uint16_t)(0x10 << third);
+        to_device((void *)(uintptr_t)d.x, x, (size_t)ROWS * W * 2);
         if (third == 1) d.norm.data = on_device(by, W * 2);
         sala__op_capture(gla_cpu(&device_dims), &c);
         sala__launch_capture(gpu, &d);
@@ -234,7 +236,7 @@ static void draft_check_top(int vocab, int topk) {
             if (r == 3) x[i] = -300 + check_uniform();      // far from 0
             if (r == 4) x[i] = i == vocab / 2 ? 200 : -200; // q = 1
         }
-        if (r == 2) x[vocab - 1] = -250;
+        if (r == 2) x[vocab - 1] = -250, x[vocab - 2] = -251;
         if (r == 5) x[sparse_below(vocab)] = NAN;
         if (r == 6) x[sparse_below(vocab)] = -NAN;
         if (r == 7) x[sparse_below(vocab)] = INFINITY;
@@ -253,11 +255,13 @@ static void draft_check_top(int vocab, int topk) {
     d.tops = (sala_top *)on_device(NULL, ROWS * tiles * sizeof(sala_top));
     d.arrivals = (int32_t *)on_device(arrivals, sizeof arrivals);
     sala__op_draft_top(gla_cpu(&device_dims), &a);
-    for (int pass = 0; pass < 2; pass++) { // the second finds the counters as the first left them
+    for (int pass = 0; pass < 2; pass++) { // the second finds what the first left
         sala__launch_draft_top(gpu, &d);
         device_sync();
         from_device(there, d.best_token, sizeof there);
         from_device(got, d.best_score, sizeof got);
+        from_device(arrivals, d.arrivals, sizeof arrivals);
+        for (int i = 0; i < ROWS; i++) CHECK(arrivals[i] == 0, "a counter is %d", arrivals[i]);
         for (int i = 0; i < ROWS * topk; i++) {
             CHECK(there[i] == token[i], "vocab %d, row %d: %d, not %d", vocab, i / topk, there[i],
                   token[i]);
@@ -277,7 +281,7 @@ static void draft_check_top(int vocab, int topk) {
         CHECK(token[topk + j] == last, "the best of ties: %d, not %d", token[topk + j], last);
     }
     for (int j = 0; j < topk; j++) {
-        CHECK((token[2 * topk + j] < 0) == (j > 0), "only one logit is a number");
+        CHECK((token[2 * topk + j] < 0) == (j > 1), "only two logits are numbers");
         for (int r = 5; r < 8; r++) CHECK(token[r * topk + j] == -1, "row %d is unusable", r);
     }
     CHECK(want[4 * topk] == 0, "q = 1: %g", (double)want[4 * topk]);

@@ -560,6 +560,75 @@ static void test_draft_engine(void) {
     free(base.cache);
 }
 
+// A head that makes no numbers drafts the root alone; and more sequences than it has places for are no fault.
+static void test_draft_nothing(void) {
+    write_head(0, 0);
+    sala *s = open_engine("cpu", "bf16", 128, 18);
+    sala__sequence *q;
+    const sala__shape shape = {4, 2, 9};
+    int32_t slots[18];
+    sala__shape shapes[18];
+    sala_tree trees[18];
+    sala_error err;
+    for (int i = 0; i < 18; i++) {
+        slots[i] = i, shapes[i] = shape;
+        q = fake(s, i, 40, (uint64_t)(60 + i));
+        if (q->draft.place) commit(s, q, 10 + i, (uint64_t)i);
+        if (!q->draft.place) q->stored = 10, q->root = q->tokens[10];
+    }
+    must(sala__draft_propose(s, slots, shapes, 18, trees, &err), &err);
+    for (int i = 0; i < 18; i++) {
+        check_tree(&trees[i], &shape, s->sequences[i].root);
+        CHECK(trees[i].count == (i < SALA__DRAFTS ? 9 : 1), "sequence %d: %d nodes", i,
+              trees[i].count);
+    }
+    sala_tree alone; // the same tree without the others
+    s->sequences[3].draft.seen--, s->sequences[3].draft.filled--;
+    must(sala__draft_propose(s, slots + 3, shapes, 1, &alone, &err), &err);
+    CHECK(memcmp(&alone, &trees[3], sizeof alone) == 0, "another tree alone");
+    sala__draft_drop(s, 3); // its place is for whoever asks next
+    must(sala__draft_forget(s, 17, &err), &err);
+    CHECK(s->sequences[17].draft.place == 4, "place %d", s->sequences[17].draft.place);
+    uint16_t *norm = (uint16_t *)(uintptr_t)s->draft_weights.final_norm.data;
+    for (int i = 0; i < H; i++) norm[i] = 0x7FC0; // NaN
+    commit(s, &s->sequences[0], 12, 0);
+    must(sala__draft_propose(s, slots, shapes, 1, trees, &err), &err);
+    CHECK(trees[0].count == 1, "%d nodes of NaN", trees[0].count);
+    sala_close(s);
+}
+
+// What the head reads of a pass is the output of its three layers.
+static void test_draft_features(void) {
+    sala_options o;
+    sala_request r;
+    sala_event e;
+    sala_error err;
+    int32_t prompt[50];
+    int seen = 0;
+    write_head(0, 0);
+    memset(&o, 0, sizeof o);
+    memset(&r, 0, sizeof r);
+    o.synthetic = 1, o.threads = 2, o.max_sequences = 1, o.context = 256, o.device = "cpu";
+    o.draft = head_file, o.logits_rows = 64, o.hidden_states = 1;
+    sala *s = sala_open("models/sala-tiny/config.json", &o, &err);
+    must(s ? 0 : -1, &err);
+    for (int i = 0; i < 50; i++) prompt[i] = 5 + i * 31;
+    r.tokens = prompt, r.token_count = 50, r.max_tokens = 1, r.want_rows = SALA_ROWS_PROMPT;
+    must(sala_submit(s, &r, &err) < 0 ? -1 : 0, &err);
+    must(sala_step(s, &err), &err);
+    while (sala_next_event(s, &e)) {
+        if (e.type != SALA_EVENT_ROWS) continue;
+        for (int i = 0; i < e.row_count * 3 * H; i++) {
+            int row = i / (3 * H), third = i / H % 3, layer = 1 + 2 * third;
+            float want =
+                e.hidden[((size_t)(layer + 1) * (size_t)e.row_count + (size_t)row) * H + i % H];
+            seen += sala_load(s->draft.features[i]) == want;
+        }
+    }
+    CHECK(seen == 50 * 3 * H, "%d of %d features", seen, 50 * 3 * H);
+    sala_close(s);
+}
+
 // ---- on a device ----
 
 // Which libraries stand for the driver and the compiler. NULL: neither GPU nor simulator is there.
@@ -628,4 +697,5 @@ static void test_draft_device(void) {
 }
 
 TEST_MAIN(TEST(test_draft_grow), TEST(test_draft_reference), TEST(test_draft_cache),
-          TEST(test_draft_window), TEST(test_draft_engine), TEST(test_draft_device))
+          TEST(test_draft_window), TEST(test_draft_engine), TEST(test_draft_nothing),
+          TEST(test_draft_features), TEST(test_draft_device))
