@@ -343,6 +343,52 @@ static void test_draft_top(void) {
     device_close();
 }
 
+// Products in shares of k: the parts of two weights, added, are the product; and they are the same for any number
+// of rows and whatever weights stand behind.
+static void test_draft_parts(void) {
+    enum { ROWS = 20, K = 2048, N = 192, M = 64, SPLITS = 4, WIDTH = N + M };
+    for (gemm_layout = GEMM_BF16; gemm_layout <= GEMM_NVFP4; gemm_layout++) {
+        gemm_begin();
+        sala_weight w[2] = {gemm_weight(N, K, 0.1f), gemm_weight(M, K, 0.1f)};
+        sala_act *x = gemm_random(ROWS * K, 1);
+        float *parts = (float *)gemm_space(SPLITS * ROWS * WIDTH * 4),
+              *fewer = (float *)gemm_space(SPLITS * 3 * N * 4);
+        sala_gemm_args a;
+        memset(&a, 0, sizeof a);
+        a.rows = ROWS, a.count = 2, a.splits = SPLITS, a.parts_width = WIDTH, a.parts_at[1] = N;
+        a.w[0] = gemm_pack(&w[0], NULL), a.w[1] = gemm_pack(&w[1], NULL);
+        a.x = (const sala_act *)on_device(x, ROWS * K * sizeof *x);
+        a.parts = (float *)on_device(NULL, SPLITS * ROWS * WIDTH * 4);
+        sala__launch_gemm(gpu, &a);
+        device_sync();
+        from_device(parts, a.parts, SPLITS * ROWS * WIDTH * 4);
+        for (int i = 0; i < ROWS * WIDTH; i++) {
+            int r = i / WIDTH, n = i % WIDTH;
+            const sala_weight *of = &w[n >= N];
+            n -= n >= N ? N : 0;
+            double sum = 0, want = 0;
+            for (int split = 0; split < SPLITS; split++)
+                sum += (double)parts[split * ROWS * WIDTH + i];
+            for (int k = 0; k < K; k++)
+                want += (double)sala_load(x[r * K + k]) * (double)gemm_element(of, n, k);
+            want *= of->alpha ? (double)of->alpha[n] : 1;
+            CHECK(fabs(sum - want) <= (double)gemm_slack(x + r * K, of, n),
+                  "row %d, %d: %g, not %g", r, n, sum, want);
+        }
+        a.rows = 3, a.count = 1, a.parts_width = N;
+        sala__launch_gemm(gpu, &a);
+        device_sync();
+        from_device(fewer, a.parts, SPLITS * 3 * N * 4);
+        for (int i = 0; i < SPLITS * 3; i++)
+            CHECK(memcmp(fewer + i * N, parts + (i / 3 * ROWS + i % 3) * WIDTH, N * 4) == 0,
+                  "other bits alone: %d", i);
+        for (int i = 0; i < 2; i++) gemm_free_weight(&w[i]);
+        free(x), free(parts), free(fewer);
+        gemm_end();
+    }
+    gemm_layout = GEMM_BF16;
+}
+
 #define DRAFT_TESTS                                                                                \
     TEST(test_draft_capture_keep), TEST(test_draft_input_grow), TEST(test_draft_turn),             \
-        TEST(test_draft_top)
+        TEST(test_draft_top), TEST(test_draft_parts)
