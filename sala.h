@@ -1944,7 +1944,7 @@ static void sala__draft_shape(sala__fields *f, const sala__env *env, const sala_
     d->kernel = 32;
     d->stride = 16;
     d->init_blocks = d->local_blocks = 1;
-    d->top_k = 2;
+    d->top_k = 3;
     d->dense_len = INT32_MAX;
     d->eps = (float)sala__draft_number(f, env, "rms_norm_eps", 1e-6, 1e-12, 1);
     d->embed_scale = d->residual_scale = d->logit_divisor = 1;
@@ -1966,6 +1966,7 @@ static int sala__draft_config_parse(const sala__env *env, const sala__json *j, c
     if (j->nodes[0].type != SALA__OBJECT) sala__fields_fail(&f, "not a JSON object");
     sala__fields inner = f;
     inner.object = -1;
+    inner.prefix = "eagle_config.";
     if (!sala__field_null(&f, "eagle_config"))
         inner = sala__fields_inside(&f, sala__field(&f, "eagle_config"), "eagle_config.");
     sala__draft_refusals(&f, &inner);
