@@ -528,6 +528,96 @@ static void test_four_bit_files(void) {
     }
 }
 
+// A draft head lies there as it does on the host, beside what it shares with the model.
+static void draft_there(sala *s, const sala__weights *host) {
+    sala__item item, there;
+    sala__cuda *c = &s->gpu.cuda;
+    sala__weights *w = &s->gpu_draft_weights, from = *host;
+    int32_t count = s->draft_config.draft_vocab;
+    uint16_t *bits = (uint16_t *)need(malloc((size_t)4 << 20));
+    if (sala__cuda_enter(c, NULL) < 0) die("cuda", "enter");
+    for (int i = 0; i < sala__item_count(&s->draft_config); i++) {
+        if (!sala__item_at(&s->draft_config, &from, i, &item)) continue;
+        if (!sala__item_at(&s->draft_config, w, i, &there)) continue;
+        const sala_weight *x = item.weight, *y = there.weight;
+        sala__gpu_place p = sala__gpu_place_of(&item, &from);
+        int64_t wrong = 0;
+        int bf16 = x->format == SALA_BF16;
+        sala__cuda_download(c, bits, sala__on_gpu(bf16 ? y->data : (const void *)y->alpha),
+                            (size_t)p.rows * (bf16 ? (size_t)x->k * 2 : 4), NULL);
+        sala__cuda_wait(c, NULL);
+        for (int32_t n = 0; n < x->n; n++) {
+            int32_t row = p.layout > 1 ? sala_packed_pair(n, p.layout == 3) : n;
+            if (!bf16) wrong += ((const float *)(const void *)bits)[row] != x->alpha[n];
+            for (int32_t k = 0; k < x->k && bf16; k++)
+                wrong += bits[p.layout ? sala_packed(row, k, (int32_t)p.rows) : n] !=
+                         ((const uint16_t *)x->data)[(int64_t)n * x->k + k];
+        }
+        CHECK(wrong == 0, "%s: %lld elements differ", item.name, (long long)wrong);
+    }
+    sala__cuda_download(c, bits, sala__on_gpu(w->target_ids), (size_t)count * 4, NULL);
+    sala__cuda_wait(c, NULL);
+    sala__cuda_leave(c);
+    CHECK(memcmp(bits, host->target_ids, (size_t)count * 4) == 0, "other tokens");
+    CHECK(w->embed.data == s->gpu_weights.embed.data, "a copy of the embedding");
+    free(bits);
+}
+
+static void draft_head(const char *model, const char *draft, const char *weights) {
+    sala_options o = cuda_options(1, 0);
+    o.synthetic = weights != NULL;
+    o.weights = weights;
+    o.draft = draft;
+    session g = session_open(model, &o);
+    o.device = "cpu";
+    session c = session_open(model, &o);
+    draft_there(g.engine, &c.engine->draft_weights);
+    CHECK(g.info.draft_weight_bytes > 0 && strcmp(g.info.draft, c.info.draft) == 0, "\"%s\"",
+          g.info.draft);
+    CHECK(!g.engine->weights.blocks && !g.engine->draft_weights.blocks, "the host has a copy");
+    session_close(&g);
+    session_close(&c);
+}
+
+static void put_head(const char *path, int heads) {
+    FILE *f = fopen(path, "wb");
+    if (!f) die(path, "cannot write");
+    fprintf(f,
+            "{\"draft_vocab_size\":300,\"intermediate_size\":640,\"num_attention_heads\":%d,"
+            "\"eagle_config\":{\"eagle_aux_hidden_state_layer_ids\":[1,3,5]}}",
+            heads);
+    fclose(f);
+}
+
+// Made by a hash like the model; and an NVFP4 head of files beside a BF16 model.
+static void test_draft_head(void) {
+    static const char *const names[] = {"config.json", "model.safetensors", "head.json"};
+    char folder[] = "/tmp/sala-head-XXXXXX", path[600];
+    quant_options q = {.kind = SALA__MODELOPT, .fused = QUANT_FUSED_NAMES, .tables = 3};
+    quant_model m;
+    if (!mkdtemp(folder)) die(folder, "cannot make a folder");
+    snprintf(path, sizeof path, "%s/head.json", folder);
+    put_head(path, 2);
+    draft_head(SALA_TINY "/config.json", path, "bf16");
+    draft_head(SALA_TINY "/config.json", path, "nvfp4");
+    draft_head(SALA_TINY "/config.json", path, "int4");
+    q.target = SALA_TINY "/config.json";
+    quant_make(path, &q, &m);
+    quant_write(&m, folder, path);
+    quant_free(&m);
+    draft_head(SALA_TINY, folder, NULL);
+    put_head(path, 4); // of 64 elements
+    sala_options o = cuda_options(1, 0);
+    o.synthetic = 1;
+    o.draft = path;
+    refused(SALA_TINY "/config.json", &o, "head_dim is 64, but the CUDA kernels need 128");
+    for (int i = 0; i < 3; i++) {
+        snprintf(path, sizeof path, "%s/%s", folder, names[i]);
+        unlink(path);
+    }
+    rmdir(folder);
+}
+
 int main(int argc, char **argv) {
     static const check_entry tests[] = {TEST(test_short_prompt),
                                         TEST(test_long_prompt),
@@ -540,6 +630,7 @@ int main(int argc, char **argv) {
                                         TEST(test_memory_plan),
                                         TEST(test_four_bits),
                                         TEST(test_four_bit_files),
+                                        TEST(test_draft_head),
                                         TEST(test_sampling),
                                         TEST(test_logprobs_and_force),
                                         TEST(test_two_engines),
