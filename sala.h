@@ -10131,8 +10131,9 @@ static int sala__draft_open(sala *s, sala_error *err) {
     g->cuda = s->gpu.cuda;
     g->cuda.module_count = 0;
     g->units = 1 | 1u << 7;
+    const int formats = sala__formats_of(&s->draft_config, &s->draft_weights);
     for (int format = SALA_NVFP4; format <= SALA_INT4; format++)
-        if (s->formats >> format & 1) g->units |= 1u << (format + 1) | 1u << 3;
+        if (formats >> format & 1) g->units |= 1u << (format + 1) | 1u << 3;
     return sala__gpu_open(g, &s->draft_config.dims, err);
 }
 
@@ -10735,8 +10736,18 @@ typedef struct sala__draft_pass {
     sala_growth growth;
 } sala__draft_pass;
 
-static sala_rows *sala__draft_view(sala *s, int view, int count, int seqs, int first,
-                                   const sala_seq *of) {
+// A pass that only puts rows of one sequence into the cache.
+static sala__draft_pass sala__draft_filling(int32_t rows, const sala_act *features) {
+    sala__draft_pass p;
+    memset(&p, 0, sizeof p);
+    p.extend = rows;
+    p.seqs = p.topk = 1;
+    p.features = features;
+    return p;
+}
+
+static void sala__draft_view(sala *s, int view, int count, int seqs, int first,
+                             const sala_seq *of) {
     sala__draft *d = &s->draft;
     sala_rows rows = {
         count,
@@ -10748,7 +10759,6 @@ static sala_rows *sala__draft_view(sala *s, int view, int count, int seqs, int f
         (const int32_t *)sala__draft_at(s, d->seq + first),
         d->path + (size_t)first * SALA_MAX_PATH};
     d->views[view] = rows;
-    return &d->views[view];
 }
 
 // Cut the step block for a pass and empty it; `count` sequences of the bucket exist.
@@ -11028,7 +11038,7 @@ static int sala__draft_fill(sala *s, sala__sequence *q, int32_t end, const sala_
     int code = 0, most = s->draft.band < s->draft.slack ? s->draft.band : s->draft.slack;
     while (q->draft.seen < end && code == 0) {
         int n = end - q->draft.seen < most ? end - q->draft.seen : most;
-        sala__draft_pass p = {n, 1, 0, 1, 0, features, {0}};
+        sala__draft_pass p = sala__draft_filling(n, features);
         if ((code = sala__draft_room(s, q, n, err)) < 0) return code;
         sala__draft_begin(s, &p, 1);
         for (int r = 0; r < n; r++) sala__draft_row(s, q, r, 0, q->draft.seen + r);
@@ -11070,7 +11080,7 @@ static int sala__draft_prefill(sala *s, int slot, int32_t first, int32_t count, 
         code = sala__draft_fill(s, q, last, d->features + (size_t)(q->draft.seen - first) * width,
                                 err);
     if (code < 0 || after < end) return code;
-    sala__draft_pass p = {1, 1, 0, 1, 0, NULL, {0}};
+    sala__draft_pass p = sala__draft_filling(1, NULL);
     sala__draft_begin(s, &p, 1);
     d->from[0] = count - 1;
     int32_t to = (q->draft.place - 1) * SALA_DRAFT_DEBT + last % SALA_DRAFT_DEBT;
@@ -11125,7 +11135,8 @@ static int sala__draft_bucket(int n, int least) {
 // One tree for each of these sequences, of at most its shape, by the head.
 static int sala__draft_propose(sala *s, const int32_t *slots, const sala__shape *shapes, int n,
                                sala_tree *trees, sala_error *err) {
-    sala__draft_pass p = {0, 1, 0, 0, 0, NULL, {0}};
+    sala__draft_pass p = sala__draft_filling(0, NULL);
+    p.topk = 0;
     int code = 0, known = 0, which[SALA__DRAFTS];
     int32_t of[SALA__DRAFTS];
     sala__shape shape[SALA__DRAFTS];
