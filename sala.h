@@ -9611,6 +9611,8 @@ static int sala__ngram_index(sala *s, sala__request *r, sala_error *err) {
         c->chain_mask = (uint32_t)(size - 1);
         c->chain_room = room;
         c->indexed = SALA__NGRAM - 1;
+        c->right = 8; // of 10 tokens that no chain has offered yet
+        c->tried = 10;
     }
     int64_t end = (int64_t)q->token_count - 1;
     for (; c->indexed < end && c->indexed < c->chain_room; c->indexed++) {
@@ -9631,13 +9633,13 @@ static int sala__ngram_match(const sala__spec *c, const int32_t *tokens, int64_t
     int32_t at = c->chain_head[sala__ngram_hash(last) & c->chain_mask];
     for (int hop = 0; at && hop < SALA__NGRAM_HOPS; hop++, at = c->chain_next[at - 1]) {
         const int32_t *there = tokens + at - 1;
-        int n = 0;
+        int n = 0; // below four when only the hash is the same
         while (n < SALA__NGRAM_MATCH && n < at && there[-n] == last[-n]) n++;
         if (n <= best) continue;
         best = n;
         *place = at - 1;
     }
-    return best;
+    return best < SALA__NGRAM ? 0 : best;
 }
 
 // What the last chain of this request taught. A chain that can give no more than it did is no failure.
