@@ -9658,10 +9658,11 @@ static void sala__ngram_learn(sala__spec *c, int accepted) {
     }
 }
 
-// Length of the chain that a match of `match` tokens deserves; 0: none.
-static int sala__ngram_length(const sala__spec *c, int match, int most) {
-    int length = 2 * (match - 4) + 2;
-    if (match < (c->misses >= 2 ? 10 : 6) || c->step < c->chains_from) return 0;
+// Length of the chain that a match of `match` tokens deserves, in place of a tree of a head or of
+// nothing; 0: none. After two failures only long matches count, after four none for 32 steps.
+static int sala__ngram_length(const sala__spec *c, int match, int instead_of_tree, int most) {
+    int length = 4 * (match - 3), least = c->misses >= 2 ? 8 : instead_of_tree ? 6 : 4;
+    if (match < least || c->step < c->chains_from) return 0;
     return length < most ? length : most;
 }
 
@@ -9888,7 +9889,8 @@ static int sala__plan_chain(sala *s, sala__request *r, int sequences, int rows, 
     if (code < 0) return code;
     if (sequences > 1 && room > (level ? level : 4)) room = level ? level : 4;
     if (room > most) room = most;
-    int length = sala__ngram_length(c, sala__ngram_match(c, q->tokens, count, &place), room);
+    int length = sala__ngram_length(c, sala__ngram_match(c, q->tokens, count, &place),
+                                    p->trees && p->level, room);
     if (length > 0) length = sala__chain_that_pays(p, c, rows, sequences, length);
     if (length <= 0) return 0;
     sala__ngram_chain(&c->tree, q->tokens, count, place, length);
