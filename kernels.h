@@ -462,6 +462,26 @@ typedef struct sala_gate_args {
     sala_act *y;          // [rows, width] on a GPU not o, which other blocks still read
 } sala_gate_args;
 
+// The row of the tree below `row` whose token it is, or -1.
+SALA_FN int32_t sala_child_row(const sala_rows *rows, const sala_seq *s, int32_t row,
+                               int32_t token) {
+    int32_t depth = rows->position[row] - s->stored;
+    for (int32_t r = s->first_row + 1; r < s->first_row + s->rows; r++)
+        if (rows->token[r] == token && rows->position[r] - s->stored == depth + 1 &&
+            rows->path[r * SALA_MAX_PATH + depth] == row)
+            return r;
+    return -1;
+}
+
+// Which path of each tree the choices go along: from a row to its child that has the token chosen
+// there, as long as there is one. Choices of other rows are not read.
+typedef struct sala_accept_args {
+    const sala_rows *rows;  // at most SALA_MAX_NODES of a sequence
+    const int32_t *chosen;  // [rows] -1: unusable logits
+    int32_t *accepted;      // [seq_count] nodes of the path, the root included
+    int32_t *accepted_rows; // [seq_count, SALA_MAX_PATH] the path, root first
+} sala_accept_args;
+
 // After the tokens are chosen. accepted[s] nodes of sequence s become part of it, listed root first
 // in accepted_rows[s]: sparse layers copy K, V and completed rows into pages, lightning layers move
 // k, v to the pending path. One call for all layers.
@@ -495,7 +515,15 @@ typedef struct sala_commit_args {
     X(attend, attend)                                                                              \
     X(gemm_norm, gemm_norm)                                                                        \
     X(gemm_swiglu, gemm_swiglu)                                                                    \
-    X(commit, commit)
+    X(accept, accept)                                                                              \
+    X(commit, commit)                                                                              \
+    X(capture, capture)                                                                            \
+    X(keep, keep)                                                                                  \
+    X(gather, gather)                                                                              \
+    X(draft_input, draft_input)                                                                    \
+    X(draft_store, draft_store)                                                                    \
+    X(draft_top, draft_top)                                                                        \
+    X(draft_grow, draft_grow)
 
 // ---- sampling: arithmetic that both sides must share ----
 // and that of synthetic weights: the same bits on every machine, so no fma and no library function.
@@ -610,6 +638,186 @@ SALA_FN uint64_t sala_synthetic_codes(uint64_t seed, uint64_t element, int32_t f
 SALA_FN uint16_t sala_synthetic_scale(uint64_t seed, uint64_t element, int32_t format) {
     uint64_t hash = sala_mix64(sala_synthetic_hash(seed, element / 4));
     return (uint16_t)(format == SALA_INT4 ? 0x3F80u + (hash & 0x7Fu) : 0x68u + (hash & 0xFu));
+}
+
+// ---- the draft head (speculation.md 1 and 2): what its layer does not share with the model's ----
+
+#define SALA_DRAFT_DEBT 256 // tokens of a sequence whose features can wait for the head
+#define SALA_CANDIDATES (SALA_MAX_TOPK + (SALA_MAX_PATH - 2) * SALA_MAX_TOPK * SALA_MAX_TOPK)
+
+// features[r, third] = x[r], or RMSNorm(x[r]) * norm: what one layer of the target leaves for the head.
+typedef struct sala_capture_args {
+    int32_t rows, width, third;
+    float eps;
+    const sala_act *x;  // [rows, width]
+    sala_weight norm;   // [width] or data NULL
+    sala_act *features; // [rows, 3, width]
+} sala_capture_args;
+
+// Features of the accepted nodes to where they wait: debt[place of the slot, position % SALA_DRAFT_DEBT].
+typedef struct sala_keep_args {
+    const sala_rows *rows;
+    int32_t width;                // 3 hidden
+    const int32_t *accepted;      // as in sala_commit_args
+    const int32_t *accepted_rows; // [seq_count, SALA_MAX_PATH]
+    const int32_t *place;         // [slots] of the head's pools, -1: it does not know this sequence
+    const sala_act *features;     // [rows, width]
+    sala_act *debt;               // [places, SALA_DRAFT_DEBT, width]
+} sala_keep_args;
+
+// to[r] = features[from[r]]; rows with a negative `from` are left alone.
+typedef struct sala_gather_args {
+    int32_t rows, width;
+    const int32_t *from;      // [rows]
+    const sala_act *features; // [.., width]
+    sala_act *to;             // [rows, width]
+} sala_gather_args;
+
+// Keys and values of the rows to their pages; rows with a negative seq are padding.
+typedef struct sala_draft_store_args {
+    const sala_dims *dims;
+    const sala_rows *rows;
+    const sala_act *k, *v; // [rows, kv_heads, head_dim]
+    sala_pages pages;      // k, v
+} sala_draft_store_args;
+
+// How trees grow. Step 0 is the last token of each sequence, rows 0 .. seqs-1; a later step d, 1 ..
+// depth-1, has the `topk` best candidates that the step before it made, the best first. Each row makes
+// `topk` candidates. Rows of all steps are numbered together, see sala_growth_row.
+typedef struct sala_growth {
+    int32_t seqs, topk, depth, nodes; // nodes: of a tree, root included
+    int32_t first;                    // row of step 1
+    int32_t *token;                   // [rows]
+    int32_t *parent;                  // [rows] row that made it a candidate
+    int32_t *flat;                    // [rows] its number among all candidates of its sequence
+    float *score;                     // [rows] log of the probability of its path
+    int32_t *path;                    // [rows, SALA_MAX_PATH] rows of step 1 .. its own
+    int32_t *best_token;              // [rows, topk] candidates: the target's ids, -1: none
+    float *best_score;                // [rows, topk] log of the probability
+} sala_growth;
+
+// Rows of a pass of the head: u = [RMSNorm_in(E[token]); RMSNorm_hid(f)], x = f (+ bias). Step 0: f is
+// x itself. Later: the rows are first chosen, f is the parent's.
+typedef struct sala_draft_input_args {
+    int32_t rows, width, step;
+    float eps;
+    sala_weight embed, input_norm, hidden_norm, bias; // bias: [width] or data NULL
+    const sala_act *f; // [.., width] x of the step before; NULL: step 0
+    sala_act *x;       // [rows, width]
+    sala_act *u;       // [rows, 2 width]
+    sala_growth growth;
+} sala_draft_input_args;
+
+// The topk best logits of each row: log softmax, and the target's ids; the lower one first where two are
+// equal. NaN or infinity in a row: it has no candidates.
+#define SALA_TOP_TILE 2048 // logits that a block looks at
+typedef struct sala_top {  // of a tile: keys as sala_top_key, the best first
+    float max, sum;        // of exp(x - max)
+    uint64_t key[SALA_MAX_TOPK];
+} sala_top;
+
+typedef struct sala_draft_top_args {
+    int32_t rows, vocab, topk;
+    const float *logits;       // [rows, vocab]
+    const int32_t *target_ids; // [vocab] or NULL: the same
+    int32_t *best_token;       // [rows, topk]
+    float *best_score;         // [rows, topk]
+    sala_top *tops;            // GPU: [rows, tiles] scratch
+    int32_t *arrivals;         // GPU: [rows] zero before and after
+} sala_draft_top_args;
+
+// Of all candidates of a sequence the best, as a tree.
+typedef struct sala_draft_grow_args {
+    sala_growth growth;
+    sala_tree *trees; // [seqs]
+} sala_draft_grow_args;
+
+SALA_FN int32_t sala_growth_row(const sala_growth *g, int32_t step, int32_t seq, int32_t m) {
+    return step == 0 ? seq : g->first + ((step - 1) * g->seqs + seq) * g->topk + m;
+}
+
+SALA_FN int32_t sala_growth_made(const sala_growth *g, int32_t step) { // candidates of a sequence
+    return step == 0 ? g->topk : g->topk * g->topk;
+}
+
+// The row that makes candidate c of a step, and its place in best_token and best_score.
+SALA_FN int32_t sala_growth_maker(const sala_growth *g, int32_t step, int32_t seq, int32_t c) {
+    return sala_growth_row(g, step, seq, c / g->topk);
+}
+
+// Its score: -infinity if there is none.
+SALA_FN float sala_growth_score(const sala_growth *g, int32_t step, int32_t seq, int32_t c) {
+    int32_t row = sala_growth_maker(g, step, seq, c), at = row * g->topk + c % g->topk;
+    if (g->best_token[at] < 0) return sala_bits_f32(0xFF800000u);
+    return (step == 0 ? 0.0f : g->score[row]) + g->best_score[at];
+}
+
+// How many of n candidates are before candidate c: the lower one where two are equal, so that a child,
+// which never scores above its parent, is never chosen without it.
+SALA_FN int32_t sala_growth_rank(const float *score, int32_t n, int32_t c) {
+    int32_t rank = 0;
+    for (int32_t i = 0; i < n; i++) rank += score[i] > score[c] || (score[i] == score[c] && i < c);
+    return rank;
+}
+
+// Row m of a step from 1 on becomes candidate c of the step before.
+SALA_FN void sala_growth_take(const sala_growth *g, int32_t step, int32_t seq, int32_t m, int32_t c,
+                              float score) {
+    int32_t row = sala_growth_row(g, step, seq, m), made = sala_growth_made(g, 0);
+    int32_t maker = sala_growth_maker(g, step - 1, seq, c);
+    int32_t token = g->best_token[maker * g->topk + c % g->topk];
+    g->token[row] = token < 0 ? 0 : token;
+    g->parent[row] = maker;
+    g->flat[row] = step == 1 ? c : made + (step - 2) * made * made + c;
+    g->score[row] = score;
+    for (int32_t d = 1; d < step; d++)
+        g->path[row * SALA_MAX_PATH + d - 1] = g->path[maker * SALA_MAX_PATH + d - 1];
+    g->path[row * SALA_MAX_PATH + step - 1] = row;
+}
+
+SALA_FN int32_t sala_growth_all(const sala_growth *g) { // candidates of all steps of a sequence
+    return g->topk + (g->depth - 1) * g->topk * g->topk;
+}
+
+SALA_FN int32_t sala_growth_step(const sala_growth *g, int32_t flat) { // that made it
+    return flat < g->topk ? 0 : 1 + (flat - g->topk) / (g->topk * g->topk);
+}
+
+SALA_FN int32_t sala_growth_local(const sala_growth *g, int32_t flat) { // its number in that step
+    return flat < g->topk ? flat : (flat - g->topk) % (g->topk * g->topk);
+}
+
+// Node `at` of a tree becomes this candidate; place[flat] is the node of a chosen one.
+SALA_FN void sala_growth_node(const sala_growth *g, int32_t seq, int32_t flat, int32_t at,
+                              float score, const int32_t *place, sala_tree *tree) {
+    int32_t step = sala_growth_step(g, flat), c = sala_growth_local(g, flat);
+    int32_t maker = sala_growth_maker(g, step, seq, c);
+    tree->token[at] = g->best_token[maker * g->topk + c % g->topk];
+    tree->parent[at] = step == 0 ? 0 : place[g->flat[maker]];
+    tree->depth[at] = step + 1;
+    tree->score[at] = score;
+}
+
+// A key of its own for each token, larger for larger logits and, of equal ones, for lower ids. Its upper
+// half is 0 for -infinity, and at least SALA_TOP_UNUSABLE for infinity and NaN.
+#define SALA_TOP_UNUSABLE 0xFF000001u
+SALA_FN uint64_t sala_top_key(float x, int32_t id) {
+    uint32_t order = (uint32_t)sala_float_order(x) - 0x807FFFFFu;
+    return (uint64_t)order << 32 | (uint32_t)~id;
+}
+
+SALA_FN float sala_top_value(uint64_t key) {
+    uint32_t order = (uint32_t)(key >> 32) + 0x807FFFFFu;
+    return sala_bits_f32(order ^ (order >> 31 ? 0x7FFFFFFFu : 0));
+}
+
+// Candidate j of row r from its key; `normaliser`: max + log of the sum. Rounding makes nothing certain.
+SALA_FN void sala_top_put(const sala_draft_top_args *a, int64_t r, int32_t j, uint64_t key,
+                          uint64_t best, float normaliser) {
+    int32_t usable = best >> 32 < SALA_TOP_UNUSABLE && key >> 32 > 0, id = (int32_t) ~(uint32_t)key;
+    float score = sala_top_value(key) - normaliser;
+    a->best_token[r * a->topk + j] = !usable ? -1 : a->target_ids ? a->target_ids[id] : id;
+    a->best_score[r * a->topk + j] = !usable ? 0 : score < 0 ? score : 0;
 }
 
 // ---- GPU only ----
@@ -853,7 +1061,7 @@ typedef struct sala_sample_args {
 // All kernels: X(name, args, threads, unit). The kernel is sala_<name>; a unit is what NVRTC compiles
 // by itself, side by side with the others: 0 what decoding needs, 1 and 2 what prefill does beside; and
 // only for models that have such weights: 3 what is common to 4 bits, 4 products of NVFP4 and 5 of INT4
-// in verify, 6 W4A4 in prefill.
+// in verify, 6 W4A4 in prefill. 7 is the draft head's, compiled with its dims as the others it uses are.
 #define SALA_KERNELS(X)                                                                            \
     X(pack, sala_pack_args, 256, 0)                                                                \
     X(fill, sala_fill_args, 256, 0)                                                                \
@@ -871,6 +1079,7 @@ typedef struct sala_sample_args {
     X(attend, sala_attend_args, 128, 0)                                                            \
     X(attend_combine, sala_attend_args, 256, 0)                                                    \
     X(sample, sala_sample_args, 1024, 0)                                                           \
+    X(accept, sala_accept_args, 32, 0)                                                             \
     X(commit, sala_commit_args, 128, 0)                                                            \
     X(prefill_gemm, sala_product_args, 128, 1)                                                     \
     X(prefill_gla, sala_gla_args, 320, 1)                                                          \
@@ -887,6 +1096,13 @@ typedef struct sala_sample_args {
     X(gemm_int4, sala_product_args, 256, 5)                                                        \
     X(gemm_int4_wide, sala_product_args, 256, 5)                                                   \
     X(prefill_fp4, sala_product_args, 128, 6)                                                      \
-    X(norm_quant, sala_norm_args, 128, 6)
+    X(norm_quant, sala_norm_args, 128, 6)                                                          \
+    X(capture, sala_capture_args, 256, 7)                                                          \
+    X(keep, sala_keep_args, 256, 7)                                                                \
+    X(gather, sala_gather_args, 256, 7)                                                            \
+    X(draft_input, sala_draft_input_args, 256, 7)                                                  \
+    X(draft_store, sala_draft_store_args, 128, 7)                                                  \
+    X(draft_top, sala_draft_top_args, 256, 7)                                                      \
+    X(draft_grow, sala_draft_grow_args, 256, 7)
 
 #endif // SALA_KERNELS_H

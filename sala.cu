@@ -1592,6 +1592,33 @@ extern "C" __global__ void __launch_bounds__(128, 4)
 
 // ---- 7. after the tokens are chosen
 
+// The path of each tree that its choices go along. Blocks: sequences, a lane a node. Reads 16 bytes a
+// node, writes the path. Twin: sala__op_accept.
+extern "C" __global__ void __launch_bounds__(32, 1)
+    sala_accept(const __grid_constant__ sala_accept_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    int i = (int)blockIdx.x, lane = (int)threadIdx.x, parent = -1, token = -1, chosen = -1,
+        count = 0;
+    if (i >= a.rows->seq_count) return;
+    const sala_seq *s = &a.rows->seqs[i];
+    if (lane < s->rows) {
+        int r = s->first_row + lane, depth = a.rows->position[r] - s->stored;
+        chosen = a.chosen[r];
+        if (depth > 0) {
+            token = a.rows->token[r];
+            parent = a.rows->path[r * SALA_MAX_PATH + depth - 1] - s->first_row;
+        }
+    }
+#pragma unroll 1
+    for (int at = 0; at >= 0; count++) { // counts from the sequence's first row
+        if (lane == 0) a.accepted_rows[i * SALA_MAX_PATH + count] = s->first_row + at;
+        int next = __shfl_sync(0xFFFFFFFFu, chosen, at);
+        at = __ffs((int)__ballot_sync(0xFFFFFFFFu, parent == at && token == next)) - 1;
+    }
+    if (lane == 0) a.accepted[i] = count;
+}
+
 // Copy K, V and completed compressed rows of node r into the pages of its sequence.
 SALA_DEVICE void sala_commit_sparse(const sala_commit_args *a, const sala_seq *s, int layer,
                                     int r) {
@@ -4152,7 +4179,9 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     best = m->found_weight;
     uint32_t rank = ~(uint32_t)(best >> 32);
     int32_t token = rank == 0 || rank >= SALA_RANK_INFINITE ? -1 : (int32_t)(uint32_t)best;
-    if (token >= 0 && m->row.temperature > 0) {
+    const bool forced = token >= 0 && m->row.forced >= 0;
+    if (forced) token = m->row.forced;
+    if (token >= 0 && !forced && m->row.temperature > 0) {
         uint64_t sum = sala_sample_weigh(logits, limit, sala_unrank(rank), vocab, weights);
         const sala_head head = {logits, weights, vocab, 1, ~(uint64_t)0};
         token = sala_sample_draw(head, sala_block_sums(sum).total);
@@ -4895,5 +4924,286 @@ extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 8)
             *(uint4 *)(a.y + (int64_t)row * width + c) = make_uint4(y[0], y[1], y[2], y[3]);
         sala_fp4_put(&a.quant, y, exists, row, c, width);
     }
+}
+#endif
+
+#if SALA_HAS(7)
+
+// ---- 22. the draft head: what its layer does not share with the model's
+
+// Eight elements (four pairs): their squares added to `sum`, in order; their sum with others, rounded;
+// and x * inverse * weight with upstream's two roundings.
+SALA_DEVICE float sala_squares8(uint4 x, float sum) {
+    const uint32_t pair[4] = {x.x, x.y, x.z, x.w};
+    for (int i = 0; i < 4; i++) {
+        sum = fmaf(sala_low(pair[i]), sala_low(pair[i]), sum);
+        sum = fmaf(sala_high(pair[i]), sala_high(pair[i]), sum);
+    }
+    return sum;
+}
+
+SALA_DEVICE uint32_t sala_add2(uint32_t x, uint32_t y) {
+    return sala_pair(sala_low(x) + sala_low(y), sala_high(x) + sala_high(y));
+}
+
+SALA_DEVICE uint4 sala_add8(uint4 x, uint4 y) {
+    return make_uint4(sala_add2(x.x, y.x), sala_add2(x.y, y.y), sala_add2(x.z, y.z),
+                      sala_add2(x.w, y.w));
+}
+
+SALA_DEVICE uint32_t sala_normed2(uint32_t x, float inverse, uint32_t by) {
+    return sala_pair(sala_round(sala_low(x) * inverse) * sala_low(by),
+                     sala_round(sala_high(x) * inverse) * sala_high(by));
+}
+
+SALA_DEVICE uint4 sala_normed8(uint4 x, float inverse, uint4 by) {
+    return make_uint4(sala_normed2(x.x, inverse, by.x), sala_normed2(x.y, inverse, by.y),
+                      sala_normed2(x.z, inverse, by.z), sala_normed2(x.w, inverse, by.w));
+}
+
+SALA_DEVICE void sala_copy_row(sala_act *to, const sala_act *from, int width) {
+#pragma unroll 4
+    for (int i = (int)threadIdx.x; i < width / 8; i += (int)blockDim.x)
+        ((uint4 *)to)[i] = ((const uint4 *)from)[i];
+}
+
+// One layer's x to its third of the features. Grid: one block a row. Reads and writes 2 * width bytes a
+// row. Twin: sala__op_capture.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    sala_capture(const __grid_constant__ sala_capture_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    int64_t r = (int64_t)blockIdx.x;
+    const uint4 *x = (const uint4 *)(a.x + r * a.width), *by = (const uint4 *)a.norm.data;
+    uint4 *to = (uint4 *)(a.features + (3 * r + a.third) * a.width);
+    float sum = 0, inverse = 0;
+    int pieces = a.width / 8;
+    if (by) {
+#pragma unroll 1
+        for (int i = (int)threadIdx.x; i < pieces; i += 256) sum = sala_squares8(x[i], sum);
+        sum = sala_block_sum(sum, (float *)sala_shared());
+        inverse = 1.0f / sqrtf(sum / (float)a.width + a.eps);
+    }
+#pragma unroll 1
+    for (int i = (int)threadIdx.x; i < pieces; i += 256)
+        to[i] = by ? sala_normed8(x[i], inverse, by[i]) : x[i];
+}
+
+// Features of accepted nodes to the debt of their sequence. Blocks: (sequences, places on the path).
+// Reads and writes 2 * width bytes a node. Twin: sala__op_keep.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    sala_keep(const __grid_constant__ sala_keep_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    int i = (int)blockIdx.x, n = (int)blockIdx.y;
+    if (i >= a.rows->seq_count || n >= a.accepted[i]) return;
+    int place = a.place[a.rows->seqs[i].slot], r = a.accepted_rows[i * SALA_MAX_PATH + n];
+    if (place < 0) return;
+    int64_t to = (int64_t)place * SALA_DRAFT_DEBT + a.rows->position[r] % SALA_DRAFT_DEBT;
+    sala_copy_row(a.debt + to * a.width, a.features + (int64_t)r * a.width, a.width);
+}
+
+// Rows of features to where they are wanted. Grid: one block a row. Reads and writes 2 * width bytes a
+// row. Twin: sala__op_gather.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    sala_gather(const __grid_constant__ sala_gather_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    int64_t r = (int64_t)blockIdx.x, from = a.from[r];
+    if (from >= 0) sala_copy_row(a.to + r * a.width, a.features + from * a.width, a.width);
+}
+
+// Row r of a step: which of its sequence's candidates it is; noted. All threads call it.
+SALA_DEVICE void sala_input_choose(const sala_growth *g, int step, int r, float *score) {
+    int seq = r / g->topk, made = sala_growth_made(g, step - 1), c = (int)threadIdx.x;
+    if (c < made) score[c] = sala_growth_score(g, step - 1, seq, c);
+    __syncthreads();
+    if (c < made && sala_growth_rank(score, made, c) == r % g->topk)
+        sala_growth_take(g, step, seq, r % g->topk, c, score[c]);
+    __syncthreads();
+}
+
+// What goes into the head's layer. Grid: one block a row. Reads 8 * width bytes (the embedding's row is
+// half of what it reads of it), writes 6 * width. Twin: sala__op_draft_input.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    sala_draft_input(const __grid_constant__ sala_draft_input_args a) {
+    constexpr int PIECES = (MODEL.hidden + 2047) / 2048;
+    float *partial = (float *)sala_shared(), squares[2] = {0, 0}; // 32 floats, then scores
+    int r = (int)blockIdx.x, row = r, parent = r, t = (int)threadIdx.x;
+    const sala_growth *g = &a.growth;
+    uint4 e[PIECES], f[PIECES];
+    sala_launch_next();
+    sala_wait_grid();
+    if (a.step > 0) {
+        sala_input_choose(g, a.step, r, partial + 32);
+        row = sala_growth_row(g, a.step, 0, r);
+        parent = g->parent[row] - sala_growth_row(g, a.step - 1, 0, 0);
+    }
+    int n = g->token[row];
+    const sala_act *table = (const sala_act *)a.embed.data;
+    const sala_act *from = (a.step > 0 ? a.f : a.x) + (int64_t)parent * MODEL.hidden;
+    const uint4 *bias = (const uint4 *)a.bias.data;
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        int k = 2048 * i + 8 * t;
+        e[i] = f[i] = make_uint4(0, 0, 0, 0);
+        if (k >= MODEL.hidden) continue;
+        uint4 first = *(const uint4 *)(table + (sala_packed(n, k, a.embed.n) & ~7ll));
+        uint4 second = *(const uint4 *)(table + (sala_packed(n, k + 4, a.embed.n) & ~7ll));
+        e[i] = n & 8 ? make_uint4(first.y, first.w, second.y, second.w)
+                     : make_uint4(first.x, first.z, second.x, second.z);
+        f[i] = *(const uint4 *)(from + k);
+        if (bias && a.step == 0) f[i] = sala_add8(f[i], bias[k / 8]);
+        squares[0] = sala_squares8(e[i], squares[0]);
+        squares[1] = sala_squares8(f[i], squares[1]);
+    }
+    for (int i = 0; i < 2; i++) {
+        squares[i] = sala_block_sum(squares[i], partial);
+        squares[i] = 1.0f / sqrtf(squares[i] / (float)MODEL.hidden + a.eps);
+    }
+    sala_act *x = a.x + (int64_t)r * MODEL.hidden, *u = a.u + (int64_t)r * 2 * MODEL.hidden;
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        int k = 2048 * i + 8 * t;
+        if (k >= MODEL.hidden) continue;
+        *(uint4 *)(x + k) = f[i];
+        *(uint4 *)(u + k) =
+            sala_normed8(e[i], squares[0], ((const uint4 *)a.input_norm.data)[k / 8]);
+        *(uint4 *)(u + MODEL.hidden + k) =
+            sala_normed8(f[i], squares[1], ((const uint4 *)a.hidden_norm.data)[k / 8]);
+    }
+}
+
+// Keys and values of rows to their pages. Grid: one block a row. Reads and writes 4 * kv_heads *
+// head_dim bytes a row. Twin: sala__op_draft_store.
+extern "C" __global__ void __launch_bounds__(128, 2)
+    sala_draft_store(const __grid_constant__ sala_draft_store_args a) {
+    constexpr int PIECES = MODEL.head_dim / 8; // of 16 bytes
+    sala_launch_next();
+    sala_wait_grid();
+    int r = (int)blockIdx.x, seq = a.rows->seq[r];
+    if (seq < 0) return;
+    int u = a.rows->position[r];
+    int64_t page = a.rows->seqs[seq].pages[u / MODEL.block];
+    for (int i = (int)threadIdx.x; i < MODEL.kv_heads * PIECES; i += 128) {
+        int64_t g = i / PIECES, from = (int64_t)r * MODEL.kv_heads * PIECES + i;
+        int64_t to = ((page * MODEL.kv_heads + g) * MODEL.block + u % MODEL.block) * PIECES;
+        ((uint4 *)a.pages.k)[to + i % PIECES] = ((const uint4 *)a.k)[from];
+        ((uint4 *)a.pages.v)[to + i % PIECES] = ((const uint4 *)a.v)[from];
+    }
+}
+
+// The best key of the block below `limit`. All threads call it; `partial`: [8] of shared memory.
+SALA_DEVICE uint64_t sala_top_round(const uint64_t *key, int count, uint64_t limit,
+                                    uint64_t *partial) {
+    uint64_t best = 0;
+#pragma unroll
+    for (int i = 0; i < count; i++)
+        if (key[i] < limit && key[i] > best) best = key[i];
+    for (int step = 16; step > 0; step >>= 1) {
+        uint64_t other = __shfl_xor_sync(0xFFFFFFFFu, best, step);
+        best = other > best ? other : best;
+    }
+    __syncthreads(); // `partial` may still be read from the round before
+    if ((threadIdx.x & 31) == 0) partial[threadIdx.x >> 5] = best;
+    __syncthreads();
+    for (int w = 0; w < 8; w++) best = partial[w] > best ? partial[w] : best;
+    return best;
+}
+
+// The tiles of a row to its candidates.
+SALA_DEVICE void sala_top_merge(const sala_draft_top_args *a, int r, int tiles, float *sums,
+                                uint64_t *partial) {
+    const sala_top *tops = a->tops + (int64_t)r * tiles;
+    uint64_t best = 0, limit = ~(uint64_t)0;
+    float sum = 0, max = 0;
+#pragma unroll 1
+    for (int j = 0; j < a->topk; j++) {
+        uint64_t own = 0; // the best that this thread's tiles have below the limit
+#pragma unroll 1
+        for (int i = (int)threadIdx.x; i < tiles * a->topk; i += 256) {
+            uint64_t key = tops[i / a->topk].key[i % a->topk];
+            if (key < limit && key > own) own = key;
+        }
+        limit = sala_top_round(&own, 1, limit, partial);
+        if (j == 0) {
+            best = limit, max = sala_top_value(best);
+#pragma unroll 1
+            for (int i = (int)threadIdx.x; i < tiles; i += 256)
+                sum = fmaf(tops[i].sum, expf(tops[i].max - max), sum);
+            sum = logf(sala_block_sum(sum, sums));
+        }
+        if (threadIdx.x == 0) sala_top_put(a, r, j, limit, best, max + sum);
+    }
+}
+
+// The best logits of each row. Grid: (tiles of SALA_TOP_TILE logits, rows); the block of a row that
+// arrives last merges its tiles. Reads the logits once. Twin: sala__op_draft_top.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    sala_draft_top(const __grid_constant__ sala_draft_top_args a) {
+    uint64_t *partial = (uint64_t *)sala_shared(), key[8], limit = ~(uint64_t)0; // [8]
+    float *sums = (float *)(partial + 8), value[8], sum = 0;                     // [8]
+    int *before = (int *)(sums + 8), tile = (int)blockIdx.x, r = (int)blockIdx.y;
+    int first = tile * SALA_TOP_TILE + (int)threadIdx.x;
+    sala_launch_next();
+    sala_wait_grid();
+    const float *logits = a.logits + (int64_t)r * a.vocab;
+    sala_top *top = &a.tops[(int64_t)r * gridDim.x + tile];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        int id = first + 256 * i;
+        value[i] = id < a.vocab ? logits[id] : -__uint_as_float(0x7F800000u);
+        key[i] = id < a.vocab ? sala_top_key(value[i], id) : 0;
+    }
+#pragma unroll 1
+    for (int j = 0; j < a.topk; j++) {
+        limit = sala_top_round(key, 8, limit, partial);
+        if (threadIdx.x == 0) top->key[j] = limit;
+        if (j > 0) continue;
+        float max = limit >> 32 ? sala_top_value(limit) : 0; // all -infinity: the sum is 0
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum += expf(value[i] - max);
+        sum = sala_block_sum(sum, sums);
+        if (threadIdx.x == 0) top->max = sala_top_value(limit), top->sum = sum;
+    }
+    if (threadIdx.x == 0) *before = sala_arrive(&a.arrivals[r]);
+    __syncthreads();
+    if (*before < (int)gridDim.x - 1) return;
+    sala_top_merge(&a, r, (int)gridDim.x, sums, partial);
+    if (threadIdx.x == 0) a.arrivals[r] = 0;
+}
+
+// The best candidates of each sequence as a tree. Grid: one block a sequence. Reads all candidates, a
+// few hundred. Twin: sala__op_draft_grow.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    sala_draft_grow(const __grid_constant__ sala_draft_grow_args a) {
+    static_assert(SALA_CANDIDATES <= 256, "a thread a candidate");
+    float *score = (float *)sala_shared();              // [256]
+    int32_t *place = (int32_t *)(score + 256);          // [256] node of a chosen candidate, or -1
+    int32_t *chosen = place + 256, s = (int)blockIdx.x; // [256]
+    int32_t c = (int)threadIdx.x, all = sala_growth_all(&a.growth), at = 0, count = 0;
+    sala_launch_next();
+    sala_wait_grid();
+    sala_tree *tree = &a.trees[s];
+    const float nothing = -__uint_as_float(0x7F800000u);
+    score[c] = nothing;
+    if (c < all)
+        score[c] = sala_growth_score(&a.growth, sala_growth_step(&a.growth, c), s,
+                                     sala_growth_local(&a.growth, c));
+    __syncthreads();
+    chosen[c] =
+        c < all && score[c] > nothing && sala_growth_rank(score, all, c) < a.growth.nodes - 1;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = 0; i < all; i++) at += i < c ? chosen[i] : 0, count += chosen[i];
+    place[c] = chosen[c] ? 1 + at : -1;
+    __syncthreads();
+    if (chosen[c]) sala_growth_node(&a.growth, s, c, 1 + at, score[c], place, tree);
+    if (c > 0) return;
+    tree->count = 1 + count;
+    tree->token[0] = a.growth.token[s];
+    tree->parent[0] = -1;
+    tree->depth[0] = 0;
+    tree->score[0] = 0;
 }
 #endif

@@ -1459,7 +1459,10 @@ typedef struct sala__config {
     int32_t draft_vocab; // rows of its head
     int32_t fc_norm;     // a norm in front of each third of fc
     int32_t raw_output;  // 1: logits of the feature without the final norm
+    int32_t fc_bias;     // of the file, as the next two: 1: it has one
     int32_t own_embed;   // 1: the file's embedding; 0: the target's
+    int32_t own_head;    // 1: the file's head; 0: the target's
+    float *frequency;    // [head_dim / 2] of its rotary table
 } sala__config;
 
 // The same fields, one object deeper. The caller hands its error on: f->code = inner.code.
@@ -1718,6 +1721,7 @@ static void sala__config_ids(sala__fields *f, sala__config *c) {
 static void sala__config_free(const sala__env *env, sala__config *c) {
     sala__release(env, c->sparse);
     sala__release(env, c->eos);
+    sala__release(env, c->frequency);
     memset(c, 0, sizeof *c);
 }
 
@@ -1755,6 +1759,238 @@ static int sala__config_read(const sala__env *env, const char *path, sala__confi
     int code = sala__json_file(env, path, SALA__CONFIG_LIMIT, &j, err);
     if (code < 0) return code;
     code = sala__config_parse(env, &j, path, c, err);
+    sala__json_free(&j);
+    return code;
+}
+
+// ---- config.json of an EAGLE-3 head (speculation.md 1.2, 1.3) ----
+
+// A member that is missing or null has its usual value; the log says so.
+static double sala__draft_number(sala__fields *f, const sala__env *env, const char *name,
+                                 double usual, double low, double high) {
+    if (!sala__field_null(f, name)) return sala__field_number(f, name, 0, usual, low, high);
+    sala__log(env, SALA_LOG_INFO, "%s: %s%s is not given: taken as %g", f->where, f->prefix, name,
+              usual);
+    return usual;
+}
+
+// Other kinds of heads, whatever the rest says. `inner` is at eagle_config.
+static void sala__draft_refusals(sala__fields *f, sala__fields *inner) {
+    static const char *const must_be_false[] = {"norm_before_fc",    "norm_before_residual",
+                                                "parallel_drafting", "attention_bias",
+                                                "mlp_bias",          "tie_word_embeddings"};
+    const sala__json *j = f->json;
+    int first = sala__json_at(j, sala__field(f, "architectures"))->child;
+    const char *name = sala__json_text(j, first);
+    char value[64];
+    if (first >= 0 && (!name || !strstr(name, "Eagle3")))
+        sala__fields_fail(f,
+                          "architectures names %s; a draft head is an EAGLE-3 one, "
+                          "as LlamaForCausalLMEagle3",
+                          sala__json_show(j, first, value));
+    sala__field_word(f, "model_type", "llama");
+    sala__field_word(f, "hidden_act", "silu");
+    sala__field_fixed(f, "num_hidden_layers", 1, "1: heads of more layers are not supported");
+    for (size_t i = 0; i < 2 * sizeof must_be_false / sizeof *must_be_false; i++) {
+        sala__fields *at = i % 2 ? inner : f;
+        const sala__json_node *n = sala__json_at(j, sala__field(at, must_be_false[i / 2]));
+        if (n->type != SALA__NULL && !(n->type == SALA__BOOL && n->number == 0))
+            sala__field_refuse(at, must_be_false[i / 2], "false: others are not supported");
+    }
+    if (!sala__field_bool(inner, "use_aux_hidden_state", 1))
+        sala__field_refuse(inner, "use_aux_hidden_state", "true: EAGLE-3 reads three layers");
+    if (f->code == 0) f->code = inner->code;
+}
+
+// Which layers' outputs it reads. Some files have the numbers of the layers that read those: these
+// begin with 2 where the others begin with 1. What begins otherwise may be either.
+static void sala__draft_aux(sala__fields *f, const sala__env *env, int32_t layers, int32_t *aux) {
+    static const char *const names[] = {"sala_output_layers", "eagle_aux_hidden_state_layer_ids"};
+    const sala__json *j = f->json;
+    const int own = !sala__field_null(f, names[0]), list = sala__field(f, names[!own]);
+    const int32_t usual[3] = {1, layers / 2 - 1, layers - 4};
+    int32_t shift = 0;
+    memcpy(aux, usual, sizeof usual);
+    if (sala__field_null(f, names[!own])) {
+        if (layers < 7)
+            sala__field_refuse(f, names[1],
+                               "three layers: this model is too small "
+                               "for the usual ones");
+        sala__log(env, SALA_LOG_INFO, "%s: %s%s is not given: taken as [%d, %d, %d]", f->where,
+                  f->prefix, names[1], aux[0], aux[1], aux[2]);
+        return;
+    }
+    if (sala__json_at(j, list)->type != SALA__ARRAY || j->nodes[list].count != 3) {
+        sala__field_refuse(f, names[!own], "a list of three layers");
+        return;
+    }
+    for (int n = j->nodes[list].child, i = 0; n >= 0; n = j->nodes[n].next, i++) {
+        const sala__json_node *x = &j->nodes[n];
+        if (i == 0 && !own && x->is_integer && x->integer == 2) shift = 1;
+        if (i == 0 && !own && !shift && !(x->is_integer && x->integer == 1))
+            sala__fields_fail(f,
+                              "%s%s begins neither with 1 (outputs of layers) nor with 2 (inputs "
+                              "of layers): write the layers whose output it reads as %s%s",
+                              f->prefix, names[1], f->prefix, names[0]);
+        else if (!x->is_integer || x->integer < (i ? aux[i - 1] + shift + 1 : 0) ||
+                 x->integer > layers - 1 + shift)
+            sala__fields_fail(f, "%s%s must be three rising layers of the %d of the model",
+                              f->prefix, names[!own], layers);
+        if (f->code < 0) return;
+        aux[i] = (int32_t)x->integer - shift;
+    }
+}
+
+static double sala__yarn_scale(double factor, double m) {
+    return factor <= 1 ? 1 : 0.1 * m * log(factor) + 1;
+}
+
+// The pair of dimensions that turns so many times over `positions`.
+static double sala__yarn_pair(double turns, double dim, double theta, double positions) {
+    return dim * log(positions / (turns * 6.283185307179586)) / (2 * log(theta));
+}
+
+// c->frequency, as Hugging Face's modeling_rope_utils has it. f: at the object that describes the
+// scaling. YaRN's factor of q and of k goes into the scale of their product.
+static void sala__draft_frequencies(sala__fields *f, const sala__env *env, sala__config *c,
+                                    double theta) {
+    const sala__json *j = f->json;
+    const char *kind = sala__json_text(j, sala__field(f, "rope_type"));
+    if (!kind) kind = sala__json_text(j, sala__field(f, "type"));
+    const int linear = kind && *kind == 'l' && kind[1] == 'i', yarn = kind && *kind == 'y',
+              llama = kind && *kind == 'l' && !linear, half = c->dims.head_dim / 2;
+    double factor = 1, old = (double)c->max_positions, low = 1, high = 1, scale = 1;
+    if (linear || yarn || llama) factor = sala__field_number(f, "factor", 0, 0, 1, 1e6);
+    if (factor < 1) sala__field_refuse(f, "factor", "a number");
+    if (yarn || llama)
+        old = sala__draft_number(f, env, "original_max_position_embeddings", old, 1, 1e9);
+    if (llama) {
+        low = sala__draft_number(f, env, "low_freq_factor", 1, 1e-3, 1e6);
+        high = sala__draft_number(f, env, "high_freq_factor", 4, 1e-3, 1e6);
+        if (high <= low) sala__field_refuse(f, "high_freq_factor", "more than low_freq_factor");
+    } else if (yarn) {
+        int cut = sala__field_bool(f, "truncate", 1);
+        low = sala__field_null(f, "beta_fast")
+                  ? 32
+                  : sala__field_number(f, "beta_fast", 0, 32, 1e-3, 1e6);
+        high = sala__field_null(f, "beta_slow")
+                   ? 1
+                   : sala__field_number(f, "beta_slow", 0, 1, 1e-3, 1e6);
+        low = sala__yarn_pair(low, 2 * half, theta, old);
+        high = sala__yarn_pair(high, 2 * half, theta, old);
+        low = fmax(cut ? floor(low) : low, 0);
+        high = fmin(cut ? ceil(high) : high, 2 * half - 1);
+        if (low == high) high += 0.001;
+        scale = sala__yarn_scale(factor, sala__field_number(f, "mscale", 0, 1, 0, 1e3)) /
+                sala__yarn_scale(factor, sala__field_number(f, "mscale_all_dim", 0, 0, 0, 1e3));
+        if (!sala__field_null(f, "attention_factor"))
+            scale = sala__field_number(f, "attention_factor", 0, scale, 1e-3, 1e3);
+        c->dims.attn_scale *= (float)(scale * scale);
+    }
+    for (int i = 0; i < half && c->frequency; i++) {
+        double x = 1 / pow(theta, 2.0 * i / (2 * half)), part = linear; // part: how much is slowed
+        if (llama) part = 1 - (old * x / 6.283185307179586 - low) / (high - low);
+        if (yarn) part = (i - low) / (high - low);
+        part = fmin(fmax(part, 0), 1);
+        c->frequency[i] = (float)(part * x / factor + (1 - part) * x);
+    }
+}
+
+// Its base and scaling: newer exports have both in rope_parameters.
+static void sala__draft_rope(sala__fields *f, const sala__env *env, sala__config *c) {
+    static const char kinds[] = "default linear llama3 yarn";
+    const int newer = !sala__field_null(f, "rope_parameters");
+    const char *name = newer ? "rope_parameters" : "rope_scaling";
+    sala__fields r = *f;
+    r.object = -1;
+    if (!sala__field_null(f, name))
+        r = sala__fields_inside(f, sala__field(f, name),
+                                newer ? "rope_parameters." : "rope_scaling.");
+    sala__field_word(&r, "rope_type", kinds);
+    sala__field_word(&r, "type", kinds);
+    sala__field_fixed(&r, "partial_rotary_factor", 1, "1: others are not supported");
+    const int inside = !sala__field_null(&r, "rope_theta");
+    double theta = sala__draft_number(inside ? &r : f, env, "rope_theta", 10000, 1.001, 1e12);
+    c->dims.rope_theta = (float)theta;
+    if (r.code == 0) r.code = f->code;
+    if (r.code == 0) sala__draft_frequencies(&r, env, c, (double)c->dims.rope_theta);
+    if (f->code == 0) f->code = r.code;
+}
+
+// Its layer in the target's terms: sparse attention that never leaves the dense form, with pages of
+// 64 tokens.
+static void sala__draft_shape(sala__fields *f, const sala__env *env, const sala__config *target,
+                              sala__config *c) {
+    const sala_dims *t = &target->dims;
+    sala_dims *d = &c->dims;
+    char of_target[48];
+    *d = *t;
+    snprintf(of_target, sizeof of_target, "%d, the model's", t->hidden);
+    sala__field_fixed(f, "hidden_size", t->hidden, of_target);
+    sala__field_fixed(f, "target_hidden_size", t->hidden, of_target);
+    snprintf(of_target, sizeof of_target, "%d, the model's", t->vocab);
+    sala__field_fixed(f, "vocab_size", t->vocab, of_target);
+    d->layers = 1;
+    d->ffn = sala__field_int(f, "intermediate_size", 0, 1, 1 << 20);
+    d->heads = sala__field_int(f, "num_attention_heads", 0, 1, 4096);
+    if (d->ffn < 1) sala__field_refuse(f, "intermediate_size", "a number");
+    if (d->heads < 1) sala__field_refuse(f, "num_attention_heads", "a number");
+    if (f->code < 0) return;
+    d->kv_heads = sala__field_int_or_null(f, "num_key_value_heads", d->heads, 1, d->heads);
+    d->head_dim = sala__field_int_or_null(f, "head_dim", d->hidden / d->heads, 1, 4096);
+    d->sparse_rope = 1;
+    d->sparse_gate = 0;
+    d->block = 64;
+    d->kernel = 32;
+    d->stride = 16;
+    d->init_blocks = d->local_blocks = 1;
+    d->top_k = 2;
+    d->dense_len = INT32_MAX;
+    d->eps = (float)sala__draft_number(f, env, "rms_norm_eps", 1e-6, 1e-12, 1);
+    d->embed_scale = d->residual_scale = d->logit_divisor = 1;
+    d->attn_scale = (float)(1 / sqrt((double)d->head_dim));
+    c->draft_vocab = sala__field_int_or_null(f, "draft_vocab_size", d->vocab, 1, d->vocab);
+    c->max_positions = sala__field_int(f, "max_position_embeddings", 2048, 1, INT32_MAX);
+    c->fc_norm = sala__field_bool(f, "fc_norm", 0);
+    c->raw_output = !sala__field_bool(f, "norm_output", 1);
+    sala__config_fits(f, d);
+}
+
+static int sala__draft_config_parse(const sala__env *env, const sala__json *j, const char *path,
+                                    const sala__config *target, sala__config *c, sala_error *err) {
+    sala__fields f = {j, 0, path, "", err, SALA_E_MODEL, 0};
+    memset(c, 0, sizeof *c);
+    c->eagle = 1;
+    c->bos = c->pad = -1;
+    c->own_head = 1;
+    if (j->nodes[0].type != SALA__OBJECT) sala__fields_fail(&f, "not a JSON object");
+    sala__fields inner = f;
+    inner.object = -1;
+    if (!sala__field_null(&f, "eagle_config"))
+        inner = sala__fields_inside(&f, sala__field(&f, "eagle_config"), "eagle_config.");
+    sala__draft_refusals(&f, &inner);
+    sala__config_scheme(&f, &c->scheme);
+    if (f.code == 0) sala__draft_shape(&f, env, target, c);
+    inner.code = f.code;
+    if (f.code == 0) sala__draft_aux(&inner, env, target->dims.layers, c->aux);
+    if ((f.code = inner.code) < 0) return f.code;
+    size_t half = (size_t)c->dims.head_dim / 2;
+    c->sparse = (int32_t *)sala__alloc(env, 1, sizeof *c->sparse, "the draft head", err);
+    c->frequency = (float *)sala__alloc(env, half, sizeof(float), "rotary tables", err);
+    if (!c->sparse || !c->frequency) f.code = SALA_E_MEMORY;
+    if (c->sparse) c->sparse[0] = 1;
+    sala__draft_rope(&f, env, c);
+    if (f.code < 0) sala__config_free(env, c);
+    return f.code;
+}
+
+static int sala__draft_config_read(const sala__env *env, const char *path,
+                                   const sala__config *target, sala__config *c, sala_error *err) {
+    sala__json j;
+    memset(c, 0, sizeof *c);
+    int code = sala__json_file(env, path, SALA__CONFIG_LIMIT, &j, err);
+    if (code < 0) return code;
+    code = sala__draft_config_parse(env, &j, path, target, c, err);
     sala__json_free(&j);
     return code;
 }
@@ -1864,11 +2100,62 @@ typedef struct sala__rule {
 // head. Numbers whose tensor this model lacks give 0, the others fill `item` and give 1.
 enum { SALA__RULES = 18 }; // of a layer
 
+enum { SALA__DRAFT_RULES = 18 }; // of an EAGLE-3 head, all its tensors
+
 static int sala__item_count(const sala__config *c) {
-    return c->dims.layers * SALA__RULES + 3;
+    return c->eagle ? SALA__DRAFT_RULES : c->dims.layers * SALA__RULES + 3;
+}
+
+static int sala__item_set(sala__item *item, const sala__rule *rule, const char *prefix, int layer) {
+    if (!rule->present) return 0;
+    snprintf(item->name, sizeof item->name, "%s%s.weight", prefix, rule->name);
+    item->layer = layer;
+    item->weight = rule->weight;
+    item->n = rule->n.size;
+    item->k = rule->k.size;
+    item->n_name = rule->n.name;
+    item->k_name = rule->k.name;
+    return 1;
+}
+
+// The same of an EAGLE-3 head: names as sala__draft_names makes them.
+static int sala__draft_item_at(const sala__config *c, sala__weights *w, int index,
+                               sala__item *item) {
+    const sala_dims *d = &c->dims;
+    sala__layer *l = &w->layers[0];
+    const sala__extent one = {1, "1"}, vocab = {d->vocab, "vocab_size"},
+                       own_vocab = {c->draft_vocab, "draft_vocab_size"},
+                       hidden = {d->hidden, "hidden_size"},
+                       twice = {2 * d->hidden, "2 * hidden_size"},
+                       thrice = {3 * d->hidden, "3 * hidden_size"},
+                       ffn = {d->ffn, "intermediate_size"},
+                       q = {d->heads * d->head_dim, "num_attention_heads * head_dim"},
+                       kv = {d->kv_heads * d->head_dim, "num_key_value_heads * head_dim"};
+    const sala__rule rules[SALA__DRAFT_RULES] = {
+        {"embed_tokens", c->own_embed, &w->embed, vocab, hidden},
+        {"fc", 1, &w->fc, hidden, thrice},
+        {"fc_bias", c->fc_bias, &w->fc_bias, hidden, one},
+        {"fc_norm.0", c->fc_norm, &w->fc_norm[0], hidden, one},
+        {"fc_norm.1", c->fc_norm, &w->fc_norm[1], hidden, one},
+        {"fc_norm.2", c->fc_norm, &w->fc_norm[2], hidden, one},
+        {"midlayer.input_layernorm", 1, &l->input_norm, hidden, one},
+        {"midlayer.hidden_norm", 1, &w->hidden_norm, hidden, one},
+        {"midlayer.self_attn.q_proj", 1, &l->q, q, twice},
+        {"midlayer.self_attn.k_proj", 1, &l->k, kv, twice},
+        {"midlayer.self_attn.v_proj", 1, &l->v, kv, twice},
+        {"midlayer.self_attn.o_proj", 1, &l->o, hidden, q},
+        {"midlayer.post_attention_layernorm", 1, &l->post_norm, hidden, one},
+        {"midlayer.mlp.gate_proj", 1, &l->mlp_gate, ffn, hidden},
+        {"midlayer.mlp.up_proj", 1, &l->mlp_up, ffn, hidden},
+        {"midlayer.mlp.down_proj", 1, &l->mlp_down, hidden, ffn},
+        {"norm", 1, &w->final_norm, hidden, one},
+        {"lm_head", c->own_head, &w->head, own_vocab, hidden},
+    };
+    return sala__item_set(item, &rules[index], "", rules[index].name[0] == 'm' ? 0 : -1);
 }
 
 static int sala__item_at(const sala__config *c, sala__weights *w, int index, sala__item *item) {
+    if (c->eagle) return sala__draft_item_at(c, w, index, item);
     const sala_dims *d = &c->dims;
     const int last = d->layers * SALA__RULES + 2, inside = index > 0 && index < last - 1;
     const int layer = inside ? (index - 1) / SALA__RULES : 0;
@@ -1908,19 +2195,9 @@ static int sala__item_at(const sala__config *c, sala__weights *w, int index, sal
         {"model.norm", 1, &w->final_norm, hidden, one},
         {"lm_head", !c->tied, &w->head, vocab, hidden},
     };
-    const sala__rule *rule = &rules[row];
-    if (!rule->present) return 0;
-    if (inside)
-        snprintf(item->name, sizeof item->name, "model.layers.%d.%s.weight", layer, rule->name);
-    else
-        snprintf(item->name, sizeof item->name, "%s.weight", rule->name);
-    item->layer = inside ? layer : -1;
-    item->weight = rule->weight;
-    item->n = rule->n.size;
-    item->k = rule->k.size;
-    item->n_name = rule->n.name;
-    item->k_name = rule->k.name;
-    return 1;
+    char prefix[32] = "";
+    if (inside) snprintf(prefix, sizeof prefix, "model.layers.%d.", layer);
+    return sala__item_set(item, &rules[row], prefix, inside ? layer : -1);
 }
 
 static inline int sala__is_4bit(int32_t format) {
@@ -2039,8 +2316,8 @@ static int sala__source_fuse(sala__weights *w, sala__source *s) {
             rows += parts[set][i]->n;
         }
         if (first < 0) continue;
-        snprintf(s->base, sizeof s->base, "model.layers.%d.%s", item->layer,
-                 set == 0 ? "self_attn.qkv_proj" : "mlp.gate_up_proj");
+        snprintf(s->base, sizeof s->base, "%.*s.%s", (int)(strrchr(s->own, '.') - s->own), s->own,
+                 set == 0 ? "qkv_proj" : "gate_up_proj");
         s->first = first;
         s->rows = rows;
         s->part = part;
@@ -2549,6 +2826,139 @@ static int sala__weights_bind(const sala__env *env, sala__checkpoint *ck, const 
     return code;
 }
 
+// ---- the tensors of an EAGLE-3 head ----
+
+// One spelling for all exports: no "model." in front, "midlayer." for "layers.0.", and the bias of fc
+// a weight like the others.
+static int sala__draft_names(sala__checkpoint *ck, sala_error *err) {
+    for (size_t i = 0; i < ck->tensor_count; i++) {
+        sala__tensor *t = &ck->tensors[i];
+        if (strncmp(t->name, "model.", 6) == 0) t->name += 6;
+        if (strncmp(t->name, "layers.0.", 9) == 0) // in the checkpoint's own strings
+            memcpy((char *)(uintptr_t)t->name, "midlayer.", 9);
+        if (strcmp(t->name, "fc.bias") == 0) t->name = "fc_bias.weight";
+    }
+    return sala__tensors_sort(ck, err);
+}
+
+// d2t, if it is there: int64 [draft_vocab] offsets. Token i of the head is the target's i + d2t[i].
+static int sala__draft_targets(const sala__checkpoint *ck, const sala__config *c,
+                               const sala__tensor *t, int32_t *ids, sala_error *err) {
+    int64_t before = -1;
+    if (t && (strcmp(t->dtype, "I64") != 0 || !sala__shape_is(t, c->draft_vocab, 0, 1)))
+        return sala__fail(err, SALA_E_MODEL,
+                          "%s: tensor d2t is %s with %lld elements; expected I64 and %d, "
+                          "draft_vocab_size",
+                          t->file, t->dtype, (long long)(t->rank == 1 ? t->shape[0] : -1),
+                          c->draft_vocab);
+    if (!t && c->draft_vocab != c->dims.vocab)
+        return sala__fail(err, SALA_E_MODEL,
+                          "%s: tensor d2t is missing: it says which of the %d tokens the %d of the "
+                          "draft head are",
+                          ck->folder, c->dims.vocab, c->draft_vocab);
+    for (int32_t i = 0; i < c->draft_vocab; i++) {
+        int64_t offset = 0;
+        if (t) memcpy(&offset, (const char *)t->data + 8 * (int64_t)i, 8);
+        int64_t id = offset > INT32_MAX || offset < -INT32_MAX ? -1 : i + offset;
+        if (id < 0 || id >= c->dims.vocab || id <= before)
+            return sala__fail(
+                err, SALA_E_MODEL,
+                "%s: tensor d2t: element %d is %lld; its tokens (element + its place) "
+                "must rise and lie below %d: does it hold tokens instead of offsets?",
+                t ? t->file : ck->folder, i, (long long)offset, c->dims.vocab);
+        ids[i] = (int32_t)(before = id);
+    }
+    return 0;
+}
+
+// t2d, if it is there, is true for exactly the target's tokens that the head knows.
+static int sala__draft_agrees(const sala__config *c, const sala__tensor *t, const int32_t *ids,
+                              sala_error *err) {
+    if (!t) return 0;
+    if (strcmp(t->dtype, "BOOL") != 0 || !sala__shape_is(t, c->dims.vocab, 0, 1))
+        return sala__fail(err, SALA_E_MODEL,
+                          "%s: tensor t2d is %s with %lld bytes; expected BOOL and vocab_size, %d",
+                          t->file, t->dtype, (long long)t->bytes, c->dims.vocab);
+    for (int32_t id = 0, i = 0; id < c->dims.vocab; id++) {
+        int in = i < c->draft_vocab && ids[i] == id, said = ((const char *)t->data)[id] != 0;
+        if (in != said)
+            return sala__fail(err, SALA_E_MODEL,
+                              "%s: tensor t2d is %s for token %d, but by d2t the head %s it: does "
+                              "d2t hold tokens instead of offsets?",
+                              t->file, said ? "true" : "false", id, in ? "knows" : "lacks");
+        i += in;
+    }
+    return 0;
+}
+
+static int sala__is_among(const int32_t *ids, int32_t count, int32_t id) { // rising
+    int32_t low = 0;
+    for (int32_t high = count; low < high;) {
+        int32_t middle = low + (high - low) / 2;
+        if (ids[middle] < id)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low < count && ids[low] == id;
+}
+
+// w->target_ids from d2t and t2d, or without files spread evenly.
+static int sala__draft_ids(const sala__env *env, sala__checkpoint *ck, const sala__config *c,
+                           const sala__config *target, sala__weights *w, sala_error *err) {
+    size_t bytes = (size_t)c->draft_vocab * sizeof *w->target_ids;
+    int code = 0;
+    w->target_ids = (int32_t *)sala__weights_take(env, w, bytes, "the draft vocabulary", err);
+    if (!w->target_ids) return SALA_E_MEMORY;
+    for (int64_t i = 0; i < c->draft_vocab && !ck; i++)
+        w->target_ids[i] = (int32_t)(i * c->dims.vocab / c->draft_vocab);
+    if (!ck) return 0;
+    code = sala__draft_targets(ck, c, sala__checkpoint_find(ck, "d2t"), w->target_ids, err);
+    if (code == 0)
+        code = sala__draft_agrees(c, sala__checkpoint_find(ck, "t2d"), w->target_ids, err);
+    for (int i = 0; i < target->eos_count && code == 0; i++)
+        if (!sala__is_among(w->target_ids, c->draft_vocab, target->eos[i]))
+            sala__log(env, SALA_LOG_WARNING,
+                      "%s: the end token %d is not in the draft vocabulary: ends are never drafted",
+                      ck->folder, target->eos[i]);
+    return code;
+}
+
+// What a head has not is the target's.
+static void sala__draft_share(const sala__config *c, sala__weights *w,
+                              const sala__weights *target) {
+    if (!c->own_embed) w->embed = target->embed;
+    if (!c->own_head) w->head = target->head;
+}
+
+static int sala__same_embedding(const sala__tensor *t, const sala_weight *w) {
+    return t->format == w->format && sala__shape_is(t, w->n, w->k, 2) && w->data &&
+           memcmp(t->data, w->data, (size_t)t->bytes) == 0;
+}
+
+// sala__weights_bind of a head. What it may or may not have goes into `c`. `from` are the target's.
+static int sala__draft_bind(const sala__env *env, sala__checkpoint *ck, sala__config *c,
+                            const sala__config *target, const sala__weights *from, sala__weights *w,
+                            sala_error *err) {
+    static const char *const tables[] = {"d2t", "t2d"};
+    int code = sala__draft_names(ck, err);
+    if (code < 0) return code;
+    sala__tensor *embed = sala__checkpoint_find(ck, "embed_tokens.weight");
+    c->own_embed = embed && !sala__same_embedding(embed, &from->embed);
+    if (embed) embed->used = !c->own_embed;
+    c->fc_bias = sala__checkpoint_find(ck, "fc_bias.weight") != NULL;
+    c->own_head = c->draft_vocab != c->dims.vocab || sala__source_kind(ck, "lm_head") != 0;
+    for (int i = 0; i < 2; i++) {
+        sala__tensor *t = sala__checkpoint_find(ck, tables[i]);
+        if (t) t->used = 1;
+    }
+    if ((code = sala__weights_bind(env, ck, c, w, err)) < 0) return code;
+    sala__draft_share(c, w, from);
+    code = sala__draft_ids(env, ck, c, target, w, err);
+    if (code < 0) sala__weights_free(env, w);
+    return code;
+}
+
 // What 4-bit weights need beyond their place: GPTQ's are put into rows, in memory; NVFP4's stay in
 // the file, but all their scales (a ninth of it) are read and checked.
 static int sala__weights_load(const sala__env *env, sala__checkpoint *ck, const sala__config *c,
@@ -2586,6 +2996,7 @@ static void sala__weights_forget(const sala__env *env, const sala__config *c, sa
         if (item.weight->format == SALA_INT4) item.weight->data = item.weight->scale = NULL;
     }
     sala__weights_free_blocks(env, w);
+    w->target_ids = NULL;
 }
 
 // What kinds of tensors there are, for people: "NVFP4, BF16 head" and "attention NVFP4, MLP ...".
@@ -2740,7 +3151,7 @@ static int sala__synthetic_formats(const sala__env *env, const sala__config *c, 
     size_t total = 0;
     for (int i = 0; i < sala__item_count(c); i++) {
         if (!sala__item_at(c, w, i, &item) || item.k == 1) continue;
-        if (item.layer < 0 && !(head && item.weight == &w->head)) continue;
+        if (item.layer < 0 && !c->eagle && !(head && item.weight == &w->head)) continue;
         int group = format == SALA_NVFP4 ? 16 : item.k % 128 == 0 ? 128 : 32;
         if (item.k % group)
             return sala__fail(err, SALA_E_ARGUMENT,
@@ -6819,6 +7230,17 @@ static void sala__op_gemm_norm(sala__cpu *cpu, const sala_gemm_norm_args *a) {
     sala__op_norm(cpu, &a->norm);
 }
 
+static void sala__op_accept(sala__cpu *cpu, const sala_accept_args *a) {
+    (void)cpu;
+    for (int i = 0; i < a->rows->seq_count; i++) {
+        const sala_seq *s = &a->rows->seqs[i];
+        int n = 0;
+        for (int r = s->first_row; r >= 0; r = sala_child_row(a->rows, s, r, a->chosen[r]))
+            a->accepted_rows[i * SALA_MAX_PATH + n++] = r;
+        a->accepted[i] = n;
+    }
+}
+
 // One accepted node of a sparse layer: K, V and the compressed rows it completed go where prefill
 // puts them.
 static void sala__commit_sparse(const sala_commit_args *a, const sala_seq *s, int layer, int r) {
@@ -6865,6 +7287,154 @@ static void sala__op_commit_seq(void *context, int64_t i, int thread) {
 
 static void sala__op_commit(sala__cpu *cpu, const sala_commit_args *a) {
     sala__parallel(cpu, a->rows->seq_count, sala__op_commit_seq, (void *)(uintptr_t)a);
+}
+
+// ---- the draft head ----
+
+static void sala__tree_root(sala_tree *t, int32_t token) {
+    memset(t, 0, sizeof *t);
+    t->count = 1;
+    t->token[0] = token;
+    t->parent[0] = -1;
+}
+
+static void sala__op_capture_row(void *context, int64_t r, int thread) {
+    const sala_capture_args *a = (const sala_capture_args *)context;
+    const sala_act *x = a->x + r * a->width;
+    sala_act *to = a->features + (3 * r + a->third) * a->width;
+    (void)thread;
+    if (!a->norm.data) {
+        memcpy(to, x, (size_t)a->width * sizeof *x);
+        return;
+    }
+    float inverse = sala__rms_inverse(x, a->width, a->eps);
+    for (int i = 0; i < a->width; i += 16)
+        sala__store_act16(to + i, sala__normed16(x + i, inverse, &a->norm, i));
+}
+
+static void sala__op_capture(sala__cpu *cpu, const sala_capture_args *a) {
+    sala__parallel(cpu, a->rows, sala__op_capture_row, (void *)(uintptr_t)a);
+}
+
+static void sala__op_keep(sala__cpu *cpu, const sala_keep_args *a) {
+    size_t width = (size_t)a->width;
+    (void)cpu;
+    for (int i = 0; i < a->rows->seq_count; i++) {
+        int place = a->place[a->rows->seqs[i].slot];
+        for (int n = 0; n < a->accepted[i] && place >= 0; n++) {
+            int r = a->accepted_rows[i * SALA_MAX_PATH + n];
+            int to = place * SALA_DRAFT_DEBT + a->rows->position[r] % SALA_DRAFT_DEBT;
+            memcpy(a->debt + (size_t)to * width, a->features + (size_t)r * width,
+                   width * sizeof(sala_act));
+        }
+    }
+}
+
+static void sala__op_gather(sala__cpu *cpu, const sala_gather_args *a) {
+    size_t width = (size_t)a->width;
+    (void)cpu;
+    for (int r = 0; r < a->rows; r++)
+        if (a->from[r] >= 0)
+            memcpy(a->to + (size_t)r * width, a->features + (size_t)a->from[r] * width,
+                   width * sizeof(sala_act));
+}
+
+// Row r of a later step: which candidate of the step before it is.
+static void sala__growth_choose(const sala_growth *g, int step, int r) {
+    float score[SALA_MAX_TOPK * SALA_MAX_TOPK];
+    int seq = r / g->topk, made = sala_growth_made(g, step - 1);
+    for (int c = 0; c < made; c++) score[c] = sala_growth_score(g, step - 1, seq, c);
+    for (int c = 0; c < made; c++)
+        if (sala_growth_rank(score, made, c) == r % g->topk)
+            sala_growth_take(g, step, seq, r % g->topk, c, score[c]);
+}
+
+static void sala__op_draft_input_row(void *context, int64_t r, int thread) {
+    const sala_draft_input_args *a = (const sala_draft_input_args *)context;
+    const sala_growth *g = &a->growth;
+    int row = (int)r, h = a->width;
+    sala_act *x = a->x + r * h, *u = a->u + r * 2 * h;
+    (void)thread;
+    if (a->step > 0) {
+        row = sala_growth_row(g, a->step, 0, (int)r);
+        int parent = g->parent[row] - sala_growth_row(g, a->step - 1, 0, 0);
+        memcpy(x, a->f + (int64_t)parent * h, (size_t)h * sizeof *x);
+    }
+    for (int i = 0; i < h && a->bias.data && a->step == 0; i += 16)
+        sala__store_act16(x + i, sala__load_act16(x + i) +
+                                     sala__load_weight16(a->bias.data, a->bias.format, (size_t)i));
+    size_t from = (size_t)g->token[row] * (size_t)h;
+    for (int i = 0; i < h; i += 16) // the embedding where its norm will be
+        sala__store_act16(u + i,
+                          sala__load_weight16(a->embed.data, a->embed.format, from + (size_t)i));
+    float e = sala__rms_inverse(u, h, a->eps), f = sala__rms_inverse(x, h, a->eps);
+    for (int i = 0; i < h; i += 16) {
+        sala__store_act16(u + i, sala__normed16(u + i, e, &a->input_norm, i));
+        sala__store_act16(u + h + i, sala__normed16(x + i, f, &a->hidden_norm, i));
+    }
+}
+
+static void sala__op_draft_input(sala__cpu *cpu, const sala_draft_input_args *a) {
+    for (int r = 0; r < a->rows && a->step > 0; r++) sala__growth_choose(&a->growth, a->step, r);
+    sala__parallel(cpu, a->rows, sala__op_draft_input_row, (void *)(uintptr_t)a);
+}
+
+static void sala__op_draft_store(sala__cpu *cpu, const sala_draft_store_args *a) {
+    sala_store_args store;
+    memset(&store, 0, sizeof store);
+    store.dims = a->dims;
+    store.rows = a->rows;
+    store.nodes.k = (sala_act *)(uintptr_t)a->k;
+    store.nodes.v = (sala_act *)(uintptr_t)a->v;
+    store.pages = a->pages;
+    (void)cpu;
+    for (int r = 0; r < a->rows->count; r++)
+        if (a->rows->seq[r] >= 0) sala__op_store_copy(&store, r, 0);
+}
+
+static void sala__op_draft_top_row(void *context, int64_t r, int thread) {
+    const sala_draft_top_args *a = (const sala_draft_top_args *)context;
+    const float *x = a->logits + r * a->vocab;
+    uint64_t key[SALA_MAX_TOPK + 1] = {0}; // the best first
+    double sum = 0;
+    (void)thread;
+    for (int i = 0; i < a->vocab; i++) {
+        int j = a->topk;
+        for (key[j] = sala_top_key(x[i], i); j > 0 && key[j] > key[j - 1]; j--) {
+            uint64_t better = key[j];
+            key[j] = key[j - 1];
+            key[j - 1] = better;
+        }
+    }
+    float max = sala_top_value(key[0]);
+    for (int i = 0; i < a->vocab; i++) sum += (double)expf(x[i] - max);
+    for (int j = 0; j < a->topk; j++) sala_top_put(a, r, j, key[j], key[0], max + logf((float)sum));
+}
+
+static void sala__op_draft_top(sala__cpu *cpu, const sala_draft_top_args *a) {
+    sala__parallel(cpu, a->rows, sala__op_draft_top_row, (void *)(uintptr_t)a);
+}
+
+static void sala__op_draft_grow_seq(void *context, int64_t s, int thread) {
+    const sala_draft_grow_args *a = (const sala_draft_grow_args *)context;
+    const sala_growth *g = &a->growth;
+    sala_tree *tree = &a->trees[s];
+    float score[SALA_CANDIDATES];
+    int32_t place[SALA_CANDIDATES], all = sala_growth_all(g);
+    (void)thread;
+    sala__tree_root(tree, g->token[s]);
+    for (int c = 0; c < all; c++)
+        score[c] = sala_growth_score(g, sala_growth_step(g, c), (int)s, sala_growth_local(g, c));
+    for (int c = 0; c < all; c++) {
+        place[c] = -1;
+        if (score[c] == -INFINITY || sala_growth_rank(score, all, c) >= g->nodes - 1) continue;
+        place[c] = tree->count++;
+        sala_growth_node(g, (int)s, c, place[c], score[c], place, tree);
+    }
+}
+
+static void sala__op_draft_grow(sala__cpu *cpu, const sala_draft_grow_args *a) {
+    sala__parallel(cpu, a->growth.seqs, sala__op_draft_grow_seq, (void *)(uintptr_t)a);
 }
 
 // What one thread needs for the largest operation, in bytes.
@@ -7782,8 +8352,9 @@ static const struct {
 #undef SALA__KERNEL_ROW
 };
 
-typedef struct sala__graph { // a recorded pass
-    int rows, seqs, logits;  // of its bucket; with logits and sampling
+typedef struct sala__graph {    // a recorded verify pass
+    int rows, seqs, tree_slots; // of its bucket
+    int64_t used;               // when it last ran, in passes
     sala__cu_exec exec;
 } sala__graph;
 
@@ -7795,7 +8366,7 @@ typedef struct sala__gpu {
     const sala_dims *dims;
     int multiprocessors;
     int rows, seqs; // bucket of the pass that is being launched
-    int tree_slots; // saved states of branching trees, see sala_gla_verify; 0 for chains
+    int tree_slots; // saved states that the trees need, see sala_gla_verify; 0 for chains
     int early;      // kernels may start while the one before them ends (PDL)
     int prefill;    // the pass is a chunk of a prompt: operations take that form
     void *unpacked; // scratch for 4-bit weights of a prefill's product, see sala__unpack_weights
@@ -7811,6 +8382,7 @@ typedef struct sala__gpu {
     sala_error error; // the first of a pass's launches
     sala__graph graphs[SALA__GRAPHS];
     int graph_count, no_graphs; // no_graphs: one could not be made
+    int64_t passes;             // that ran as graphs
     sala__cu_memory *taken;     // [taken_count] everything that was allocated
     size_t taken_count, taken_capacity;
 } sala__gpu;
@@ -7869,6 +8441,10 @@ static void sala__launch_gla_verify(sala__gpu *g, const sala_gla_args *a) {
     with.tree_slots = g->tree_slots < 8 ? g->tree_slots : 8; // owners are eight bytes of a word
     sala__launch(g, SALA__KERNEL_gla_verify, g->dims->lin_heads * (g->dims->lin_dim / 16), g->seqs,
                  1, SALA__GLA_SHARED + with.tree_slots * SALA__GLA_SAVED, &with);
+}
+
+static void sala__launch_accept(sala__gpu *g, const sala_accept_args *a) {
+    sala__launch(g, SALA__KERNEL_accept, g->seqs, 1, 1, 0, a);
 }
 
 // Paths cannot be longer than the pass has rows.
@@ -8187,6 +8763,44 @@ static void sala__launch_attend_prefill(sala__gpu *g, const sala_attend_args *a)
                  SALA_PREFILL_SPARSE_SHARED(m->top_k), a);
 }
 
+// ---- launches: the draft head ----
+
+static void sala__launch_capture(sala__gpu *g, const sala_capture_args *a) {
+    sala__launch(g, SALA__KERNEL_capture, (unsigned)a->rows, 1, 1, 32 * 4, a);
+}
+
+// Paths cannot be longer than the pass has rows: g->rows and g->seqs are those of the target's pass.
+static void sala__launch_keep(sala__gpu *g, const sala_keep_args *a) {
+    int path = g->rows < SALA_MAX_PATH ? g->rows : SALA_MAX_PATH;
+    sala__launch(g, SALA__KERNEL_keep, (unsigned)g->seqs, (unsigned)path, 1, 0, a);
+}
+
+static void sala__launch_gather(sala__gpu *g, const sala_gather_args *a) {
+    sala__launch(g, SALA__KERNEL_gather, (unsigned)a->rows, 1, 1, 0, a);
+}
+
+static void sala__launch_draft_input(sala__gpu *g, const sala_draft_input_args *a) {
+    size_t shared = (32 + SALA_MAX_TOPK * SALA_MAX_TOPK) * 4;
+    sala__launch(g, SALA__KERNEL_draft_input, (unsigned)a->rows, 1, 1, shared, a);
+}
+
+static void sala__launch_draft_store(sala__gpu *g, const sala_draft_store_args *a) {
+    sala__launch(g, SALA__KERNEL_draft_store, (unsigned)g->rows, 1, 1, 0, a);
+}
+
+static int sala__top_tiles(int vocab) {
+    return (vocab + SALA_TOP_TILE - 1) / SALA_TOP_TILE;
+}
+
+static void sala__launch_draft_top(sala__gpu *g, const sala_draft_top_args *a) {
+    sala__launch(g, SALA__KERNEL_draft_top, (unsigned)sala__top_tiles(a->vocab), (unsigned)a->rows,
+                 1, 8 * 8 + 8 * 4 + 16, a);
+}
+
+static void sala__launch_draft_grow(sala__gpu *g, const sala_draft_grow_args *a) {
+    sala__launch(g, SALA__KERNEL_draft_grow, (unsigned)a->growth.seqs, 1, 1, 3 * 256 * 4, a);
+}
+
 // One operation, in the form of the pass.
 static void sala__run_gpu(sala__gpu *g, int operation, const void *args) {
     switch (operation) {
@@ -8218,7 +8832,19 @@ static void sala__run_gpu(sala__gpu *g, int operation, const void *args) {
     case SALA__OP_gemm_swiglu:
         sala__launch_gemm_swiglu(g, (const sala_gemm_swiglu_args *)args);
         break;
+    case SALA__OP_accept: sala__launch_accept(g, (const sala_accept_args *)args); break;
     case SALA__OP_commit: sala__launch_commit(g, (const sala_commit_args *)args); break;
+    case SALA__OP_capture: sala__launch_capture(g, (const sala_capture_args *)args); break;
+    case SALA__OP_keep: sala__launch_keep(g, (const sala_keep_args *)args); break;
+    case SALA__OP_gather: sala__launch_gather(g, (const sala_gather_args *)args); break;
+    case SALA__OP_draft_input:
+        sala__launch_draft_input(g, (const sala_draft_input_args *)args);
+        break;
+    case SALA__OP_draft_store:
+        sala__launch_draft_store(g, (const sala_draft_store_args *)args);
+        break;
+    case SALA__OP_draft_top: sala__launch_draft_top(g, (const sala_draft_top_args *)args); break;
+    case SALA__OP_draft_grow: sala__launch_draft_grow(g, (const sala_draft_grow_args *)args); break;
     default: sala__fail(&g->error, SALA_E_DEVICE, "operation %d has no kernel", operation); break;
     }
 }
@@ -8267,7 +8893,7 @@ static void sala__gpu_dims_option(const sala_dims *m, char out[1024]) {
                       i + 1 < float_count ? "," : "");
 }
 
-#define SALA__GPU_UNITS 7
+#define SALA__GPU_UNITS 8
 
 static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) { // inside enter
     char dims_option[1024];
@@ -8358,8 +8984,8 @@ static int64_t sala__gpu_unpack_bytes(const sala__config *c, sala__weights *w, i
     sala__item item;
     int64_t most = 0, sum = 0; // sum: of q, k, v and the gate
     for (int i = 0; i < sala__item_count(c); i++) {
-        if (!sala__item_at(c, w, i, &item) || item.layer < 0) continue;
-        const sala__layer *l = &w->layers[item.layer];
+        if (!sala__item_at(c, w, i, &item) || item.weight == &w->head) continue;
+        const sala__layer *l = &w->layers[item.layer < 0 ? 0 : item.layer];
         const sala_weight *x = item.weight;
         sala__gpu_place p = sala__gpu_place_of(&item, w);
         int64_t bytes = p.block && p.layout != 3 ? p.rows * item.k * 2 : 0;
@@ -8537,6 +9163,20 @@ static int sala__gpu_weights(sala__gpu *g, const sala__config *c, sala__weights 
     sala__cuda_release(&g->cuda, slab, (size_t)SALA__SLAB);
     return code;
 }
+
+// The same of a draft head; `target` has what it shares, there.
+static int sala__gpu_draft_weights(sala__gpu *g, const sala__config *c, sala__weights *from,
+                                   const sala__weights *target, const sala_options *o,
+                                   sala__weights *w, sala_error *err) {
+    size_t bytes = (size_t)c->draft_vocab * sizeof *w->target_ids;
+    int code = sala__gpu_weights(g, c, from, o, w, err);
+    if (code < 0) return code;
+    sala__draft_share(c, w, target);
+    w->target_ids = (int32_t *)sala__gpu_take(g, bytes, "the draft vocabulary", err);
+    if (!w->target_ids) return err && err->code ? err->code : SALA_E_MEMORY;
+    code = sala__cuda_upload(&g->cuda, sala__on_gpu(w->target_ids), from->target_ids, bytes, err);
+    return code < 0 ? code : sala__cuda_wait(&g->cuda, err);
+}
 /* -----------------------------------------------------------------------------------------------
    [10] MODEL AND MEMORY: the plan of every byte, pages and slots
 
@@ -8558,9 +9198,10 @@ typedef struct sala__plan {
     size_t pending;        // elements of one pending path, one layer, one of k and v
     size_t thread_scratch; // bytes
     int64_t kv_bytes, state_bytes, pending_bytes, scratch_bytes;
-    int64_t unpack_bytes; // of sala__gpu_unpack_bytes
-    int64_t weight_bytes; // made or copied, not mapped
-    int64_t limit;        // bytes that these six may take
+    int64_t unpack_bytes;       // of sala__gpu_unpack_bytes
+    int64_t weight_bytes;       // made or copied, not mapped
+    int64_t draft_weight_bytes; // of the draft head, the same
+    int64_t limit;              // bytes that these seven may take
 } sala__plan;
 
 // The draft head's cache of one sequence: pages of 64 tokens, the first page kept as an anchor, then a
@@ -8601,6 +9242,9 @@ typedef struct sala__spec {
     int64_t before;                  // tokens chosen when the tree was planned
     sala_tree tree;                  // of this verify
     int32_t source, level;           // SALA_DRAFT_*, of the policy
+    int32_t
+        deepest; // depth that a node of the next tree may have; then it fits pages and max_tokens
+    int32_t row[SALA_MAX_NODES]; // of each of its nodes, from the sequence's first row on
 } sala__spec;
 
 #define SALA__DRAFTS 16 // sequences for which the head drafts in one step
@@ -8639,8 +9283,9 @@ typedef struct sala__request { // a list in order of arrival
     int32_t took_root; // tokens[0] was the last chosen token of its sequence
     int32_t segment_start;
     int64_t max_tokens, chosen;
-    int32_t tables_sent; // counts and biases lie on the GPU
-    int32_t *force;      // [force_count]
+    int64_t
+        counts_sent; // tokens of the history that the GPU's counts know of; 0: no table is there
+    int32_t *force;  // [force_count]
     int64_t force_count;
     int32_t *stop_tokens; // [stop_token_count]
     int32_t stop_token_count, ignore_eos, logprobs, want_rows;
@@ -8665,9 +9310,9 @@ typedef struct sala__choice {
     sala_logprob top[20];
 } sala__choice;
 
-typedef struct sala__event { // its text and list of logprobs are offsets until it is handed out
+typedef struct sala__event { // what its lists are: offsets until it is handed out
     sala_event event;
-    size_t text, top;
+    size_t text, top, nodes;
 } sala__event;
 
 struct sala {
@@ -8705,17 +9350,17 @@ struct sala {
     sala_rows *step_rows;                    // of the GPU: its own addresses
     sala_seq *seqs;                          // [node_rows]
     int32_t *token, *position, *seq, *paths; // [rows] x 3, [node_rows, SALA_MAX_PATH]
-    int32_t *accepted, *accepted_rows;       // [node_rows], [node_rows, SALA_MAX_PATH]
     sala_sampling *sampling;                 // [node_rows] of the GPU
     char *gpu_step;                          // the copy of it there
     int32_t *page_tables;                    // [slots, plan.blocks] there
     sala_pages *gpu_pages;                   // [sparse_layers] `pages`, there
     sala_nodes *gpu_nodes;                   // [sparse_layers] `nodes`, there
     float *logits;                           // [node_rows, vocab] there
-    int32_t *counts, *chosen;                // [slots, vocab], [node_rows] there
+    int32_t *chosen, *result;                // [node_rows, 2 + SALA_MAX_PATH] see sala__pass, and
+                                             // where the loop reads it: page-locked, or the same
+    int32_t *counts;                         // [slots, vocab] there
     float *biases, *sample_weight;   // [slots, vocab], [node_rows, sala_sample_stride] there
     int32_t *sample_arrivals;        // [node_rows] there
-    int32_t *tokens_out;             // [node_rows] page-locked: what was chosen
     char *peek;                      // one activation of a pass, to be looked at
     sala_act *x, *y, *branch;        // [rows, hidden]
     sala_act *q, *gate, *o;          // [rows, heads * dim]
@@ -8729,18 +9374,19 @@ struct sala {
     sala_nodes *nodes;         // [sparse_layers] of [node_rows, kv_heads, head_dim]
     sala_act *node_k, *node_v; // [lightning_layers, node_rows, lin_kv_heads, lin_dim]
     float *prefill_logits;     // [logits_rows, vocab]
-    float *verify_logits;      // [slots, vocab]
+    float *verify_logits;      // [node_rows, vocab]
     float *prefill_hidden,
         *verify_hidden; // [layers + 2, rows, hidden], [rows, layers + 2, hidden] or NULL
     int32_t *prefill_blocks,
         *verify_blocks;    // [sparse, rows, kv_heads, top_k], [rows, sparse, ...] or NULL
     char *sample_scratch;  // [threads, sala__sampler_scratch]
-    sala__choice *choices; // [slots]
+    sala__choice *choices; // [node_rows]
     // the draft head, if there is one
     int has_draft;
     sala__config draft_config;
     sala__checkpoint draft_checkpoint;
     sala__weights draft_weights, gpu_draft_weights;
+    int64_t gpu_draft_weight_bytes;
     sala__policy policy;
     // requests and events
     sala__request *requests;
@@ -8751,9 +9397,13 @@ struct sala {
     sala__string event_text;
     sala_logprob *event_top;
     size_t event_top_count, event_top_capacity;
+    int32_t *event_nodes; // of each tree [4, node_count]: token, parent, accepted, score
+    size_t event_nodes_count, event_nodes_capacity;
     // tools/quantize.c: sees every operation before it runs; NULL otherwise
     void (*observe)(void *observer, int operation, const void *args);
     void *observer;
+    // tests and tools/bench.c: puts other trees in the place of the planned ones; NULL otherwise
+    void (*plant)(sala *s, sala__request **active, int count, int rows);
 };
 
 // ---- the plan ----
@@ -8860,17 +9510,18 @@ static int sala__buffers(sala *s, sala__buffer *b) {
         {(void **)&s->quant_ffn.scales, words * ((ffn + 63) / 64), 1, SALA__DEVICE, "activations"},
         {(void **)&s->cos_sin, rows * (size_t)m->lin_dim, 4, SALA__DEVICE, "rotary tables"},
         {(void **)&s->sparse_cos_sin, rows * (size_t)m->head_dim, 4, SALA__DEVICE, "rotary tables"},
-        {(void **)&s->choices, slots, sizeof(sala__choice), SALA__HOST, "choices"},
+        {(void **)&s->choices, nodes, sizeof(sala__choice), SALA__HOST, "choices"},
+        {(void **)&s->chosen, nodes * (2 + SALA_MAX_PATH), 4, SALA__DEVICE, "choices"},
         {(void **)&s->blocks, rows * lists, 4, SALA__DEVICE, "block lists"},
         {(void **)&s->block_count, rows * kv_heads, 4, SALA__DEVICE, "block lists"},
         {(void **)&s->node_k, lightning * nodes * lin, act, SALA__DEVICE, "verify scratch"},
         {(void **)&s->node_v, lightning * nodes * lin, act, SALA__DEVICE, "verify scratch"},
         {(void **)&s->prefill_logits, shown * vocab, 4, SALA__HOST, "logits"},
-        {(void **)&s->verify_logits, slots * vocab, 4, SALA__HOST, "logits"},
+        {(void **)&s->verify_logits, nodes * vocab, 4, SALA__HOST, "logits"},
         {(void **)&s->prefill_hidden, shown * show_hidden, 4, SALA__HOST, "hidden states"},
-        {(void **)&s->verify_hidden, slots * show_hidden, 4, SALA__HOST, "hidden states"},
+        {(void **)&s->verify_hidden, nodes * show_hidden, 4, SALA__HOST, "hidden states"},
         {(void **)&s->prefill_blocks, shown * show_blocks, 4, SALA__HOST, "selected blocks"},
-        {(void **)&s->verify_blocks, slots * show_blocks, 4, SALA__HOST, "selected blocks"},
+        {(void **)&s->verify_blocks, nodes * show_blocks, 4, SALA__HOST, "selected blocks"},
         {(void **)&s->sample_scratch, (size_t)s->options.threads * sala__sampler_scratch(m->vocab),
          1, SALA__CPU, "sampling"},
         {(void **)&s->gpu_pages, sparse, sizeof(sala_pages), SALA__GPU, "pages"},
@@ -8881,7 +9532,6 @@ static int sala__buffers(sala *s, sala__buffer *b) {
         {(void **)&s->sample_weight, nodes * (size_t)sala_sample_stride(m->vocab), 4, SALA__GPU,
          "sampling"},
         {(void **)&s->sample_arrivals, nodes, 4, SALA__GPU, "counters"},
-        {(void **)&s->chosen, nodes, 4, SALA__GPU, "choices"},
         {(void **)&s->normaliser, nodes * heads * select_parts * 2, 4, SALA__GPU, "selection"},
         {(void **)&s->score, rows * kv_heads * blocks, 4, SALA__GPU, "selection"},
         {(void **)&s->part_o, attend_rows * (size_t)m->head_dim, 4, SALA__GPU, "attention"},
@@ -8897,9 +9547,11 @@ static int sala__buffers(sala *s, sala__buffer *b) {
 }
 
 // Cut the step block into its arrays for a pass of up to `rows` rows (addresses only when the block
-// is there). Returns how much of it such a pass uses: node_rows in verify, which sends it each step.
+// is there). Returns how much of it such a pass uses: verify, which sends it each step, lays it out
+// for its bucket.
 static size_t sala__step_layout(sala *s, int rows) {
-    size_t nodes = (size_t)s->plan.node_rows, each = (size_t)rows * 4, size = 0;
+    size_t nodes = (size_t)(rows < s->plan.node_rows ? rows : s->plan.node_rows);
+    size_t each = (size_t)rows * 4, size = 0;
     const struct {
         void **pointer;
         size_t bytes;
@@ -8908,8 +9560,6 @@ static size_t sala__step_layout(sala *s, int rows) {
         {(void **)&s->seqs, nodes * sizeof(sala_seq)},
         {(void **)&s->sampling, nodes * sizeof(sala_sampling)},
         {(void **)&s->paths, nodes * SALA_MAX_PATH * 4},
-        {(void **)&s->accepted, nodes * 4},
-        {(void **)&s->accepted_rows, nodes * SALA_MAX_PATH * 4},
         {(void **)&s->token, each},
         {(void **)&s->position, each},
         {(void **)&s->seq, each},
@@ -8928,6 +9578,15 @@ static const void *sala__step_at(const sala *s, const void *part) {
     return s->gpu_step + ((const char *)part - s->step);
 }
 
+// Rows of the largest verify pass: trees of eleven nodes for all sequences, or one of the largest.
+static int sala__plan_nodes(const sala *s) {
+    int most = s->options.max_sequences;
+    if (s->options.spec && strcmp(s->options.spec, "off") == 0)
+        return s->on_gpu ? sala__max(most, SALA_MAX_PATH) : most;
+    most = sala__max((11 * most + 15) / 16 * 16, SALA_MAX_NODES);
+    return most < SALA_MAX_ROWS ? most : SALA_MAX_ROWS;
+}
+
 // Fill the plan from the model's shape and the options. Returns the bytes that the memory limit is
 // about, -1 when they are beyond all measure.
 static int64_t sala__measure(sala *s) {
@@ -8937,7 +9596,7 @@ static int64_t sala__measure(sala *s) {
     int64_t act = sizeof(sala_act);
     size_t dim = (size_t)m->head_dim, kv_heads = (size_t)m->kv_heads;
     p->slots = o->max_sequences;
-    p->node_rows = s->on_gpu ? sala__max(o->max_sequences, SALA_MAX_PATH) : o->max_sequences;
+    p->node_rows = sala__plan_nodes(s);
     int64_t chunk = (o->context + SALA_TILE - 1) / SALA_TILE * SALA_TILE; // no chunk is longer
     p->rows = sala__max(o->chunk < chunk ? o->chunk : (int)chunk, p->node_rows);
     p->logits_rows = sala__max(o->logits_rows, 1);
@@ -8959,7 +9618,7 @@ static int64_t sala__measure(sala *s) {
     most += (double)p->slots * ((double)p->state + (double)p->pending) * layers;
     most +=
         (double)p->rows * ((double)m->hidden + m->ffn + (double)m->kv_heads * m->top_k) * layers;
-    most += ((double)p->logits_rows + p->slots) * ((double)m->vocab + layers * m->hidden);
+    most += ((double)p->logits_rows + p->node_rows) * ((double)m->vocab + layers * m->hidden);
     most +=
         (double)p->rows * m->heads * ((double)p->attend_parts * m->head_dim + (double)p->blocks);
     if (most > 1e15) return -1;
@@ -8979,9 +9638,11 @@ static int64_t sala__measure(sala *s) {
             p->scratch_bytes += (int64_t)(b[i].count * b[i].size);
     p->weight_bytes =
         o->synthetic ? s->weights.bytes : s->weights.copied; // the rest is the page cache's
+    p->draft_weight_bytes = o->synthetic ? s->draft_weights.bytes : s->draft_weights.copied;
     if (s->on_gpu) p->weight_bytes = s->gpu_weight_bytes;
+    if (s->on_gpu) p->draft_weight_bytes = s->gpu_draft_weight_bytes;
     return p->kv_bytes + p->state_bytes + p->pending_bytes + p->scratch_bytes + p->unpack_bytes +
-           p->weight_bytes;
+           p->weight_bytes + p->draft_weight_bytes;
 }
 
 // How prefill multiplies with 4-bit weights on this device (design.md 4).
@@ -8992,6 +9653,10 @@ static int sala__choose_prefill(sala *s, sala_error *err) {
     sala__item item;
     int nvfp4 = 0;
     s->formats = s->w4a4 = 0;
+    for (int i = 0; s->has_draft && i < sala__item_count(&s->draft_config); i++)
+        if (sala__item_at(&s->draft_config, &s->draft_weights, i, &item) &&
+            sala__is_4bit(item.weight->format))
+            s->formats |= 1 << item.weight->format;
     for (int i = 0; i < sala__item_count(&s->config); i++) {
         if (!sala__item_at(&s->config, &s->weights, i, &item)) continue;
         const sala_weight *w = item.weight;
@@ -9011,6 +9676,10 @@ static int sala__choose_prefill(sala *s, sala_error *err) {
     s->w4a4 = strcmp(ask, "w4a4") == 0 || (strcmp(ask, "auto") == 0 && nvfp4 && !*lacking &&
                                            s->on_gpu && sala__cuda_has_fp4(cuda));
     s->plan.unpack_bytes = s->on_gpu ? sala__gpu_unpack_bytes(&s->config, &s->weights, s->w4a4) : 0;
+    if (s->on_gpu && s->has_draft) {
+        int64_t draft = sala__gpu_unpack_bytes(&s->draft_config, &s->draft_weights, 0);
+        if (draft > s->plan.unpack_bytes) s->plan.unpack_bytes = draft;
+    }
     return 0;
 }
 
@@ -9033,16 +9702,17 @@ static int sala__make_plan(sala *s, sala_error *err) {
     int64_t total = sala__measure(s);
     if (total < 0) return sala__fail(err, SALA_E_MEMORY, "the plan takes more than 1000 TB");
     if (total <= p->limit) return 0;
-    return sala__fail(err, SALA_E_MEMORY,
-                      "the plan takes %.1f MiB (weights %.1f, K/V %.1f, states %.1f, pending paths "
-                      "%.1f, unpacking %.1f, scratch %.1f) but %.1f MiB are %s%s: lower context "
-                      "(%lld), kv-tokens (%lld), max-sequences (%d) or chunk (%d)",
-                      (double)total * mib, (double)p->weight_bytes * mib, (double)p->kv_bytes * mib,
-                      (double)p->state_bytes * mib, (double)p->pending_bytes * mib,
-                      (double)p->unpack_bytes * mib, (double)p->scratch_bytes * mib,
-                      (double)p->limit * mib, o->memory_limit ? "allowed" : "free",
-                      s->on_gpu ? " on the GPU" : "", (long long)o->context,
-                      (long long)o->kv_tokens, o->max_sequences, o->chunk);
+    return sala__fail(
+        err, SALA_E_MEMORY,
+        "the plan takes %.1f MiB (weights %.1f, draft head %.1f, K/V %.1f, states "
+        "%.1f, pending paths %.1f, unpacking %.1f, scratch %.1f) but %.1f MiB are "
+        "%s%s: lower context (%lld), kv-tokens (%lld), max-sequences (%d) or chunk "
+        "(%d)",
+        (double)total * mib, (double)p->weight_bytes * mib, (double)p->draft_weight_bytes * mib,
+        (double)p->kv_bytes * mib, (double)p->state_bytes * mib, (double)p->pending_bytes * mib,
+        (double)p->unpack_bytes * mib, (double)p->scratch_bytes * mib, (double)p->limit * mib,
+        o->memory_limit ? "allowed" : "free", s->on_gpu ? " on the GPU" : "", (long long)o->context,
+        (long long)o->kv_tokens, o->max_sequences, o->chunk);
 }
 
 // The longest single sequence that would fit, everything else being as it is.
@@ -9055,8 +9725,11 @@ static int64_t sala__longest_context(const sala *s) {
     trial.lightning_layers = s->lightning_layers;
     trial.weights.bytes = s->weights.bytes;
     trial.weights.copied = s->weights.copied;
+    trial.draft_weights.bytes = s->draft_weights.bytes;
+    trial.draft_weights.copied = s->draft_weights.copied;
     trial.on_gpu = s->on_gpu;
     trial.gpu_weight_bytes = s->gpu_weight_bytes;
+    trial.gpu_draft_weight_bytes = s->gpu_draft_weight_bytes;
     trial.plan.unpack_bytes = s->plan.unpack_bytes;
     int64_t block = s->config.dims.block, fits = 0, most = ((int64_t)1 << 30) / block;
     while (fits < most) {
@@ -9096,23 +9769,26 @@ static int sala__default_options(sala *s, const sala_options *options, sala_erro
     return 0;
 }
 
+// The path of a folder's config.json, which a synthetic model's path is itself.
+static int sala__config_path(const sala *s, const char *path, char **file, sala_error *err) {
+    struct stat st;
+    int synthetic = s->options.synthetic;
+    if (!synthetic && stat(path, &st) < 0)
+        return sala__fail(err, SALA_E_FILE, "%s: no such model folder: %s", path, strerror(errno));
+    if (!synthetic && !S_ISDIR(st.st_mode))
+        return sala__fail(err, SALA_E_FILE,
+                          "%s: not a folder; give the folder that holds config.json", path);
+    *file = sala__join(&s->env, synthetic ? "" : path, synthetic ? path : "config.json", err);
+    return *file ? 0 : SALA_E_MEMORY;
+}
+
 // Read config, weights and (unless only a plan is wanted) tokenizer.
-static int sala__read_files(sala *s, const char *path, int tokenizer, sala_error *err) {
-    int code = 0;
+static int sala__read_target(sala *s, const char *path, int tokenizer, sala_error *err) {
     char *file = NULL;
-    if (!s->options.synthetic) {
-        struct stat st;
-        if (stat(path, &st) < 0)
-            return sala__fail(err, SALA_E_FILE, "%s: no such model folder: %s", path,
-                              strerror(errno));
-        if (!S_ISDIR(st.st_mode))
-            return sala__fail(err, SALA_E_FILE,
-                              "%s: not a folder; give the folder that holds config.json", path);
-        file = sala__join(&s->env, path, "config.json", err);
-        if (!file) return SALA_E_MEMORY;
-    }
+    int code = sala__config_path(s, path, &file, err);
+    if (code < 0) return code;
     sala__progress(&s->env, "reading the configuration", 0);
-    code = sala__config_read(&s->env, file ? file : path, &s->config, err);
+    code = sala__config_read(&s->env, file, &s->config, err);
     sala__release(&s->env, file);
     if (code < 0) return code;
     sala_dims *m = &s->config.dims;
@@ -9141,6 +9817,33 @@ static int sala__read_files(sala *s, const char *path, int tokenizer, sala_error
         sala__tokenizer_open(&s->env, path, m->vocab, s->options.chat_template, &s->tokenizer, err);
     s->has_tokenizer = code == 0;
     return code;
+}
+
+// The same of the draft head, if there is one and it may be used.
+static int sala__read_draft(sala *s, sala_error *err) {
+    const char *path = s->options.draft, *spec = s->options.spec;
+    sala__config *c = &s->draft_config;
+    sala__weights *w = &s->draft_weights;
+    char *file = NULL;
+    if (!path || (spec && (strcmp(spec, "off") == 0 || strcmp(spec, "ngram") == 0))) return 0;
+    int code = sala__config_path(s, path, &file, err);
+    if (code < 0) return code;
+    code = sala__draft_config_read(&s->env, file, &s->config, c, err);
+    sala__release(&s->env, file);
+    if (code < 0) return code;
+    s->has_draft = 1;
+    if (s->options.synthetic) {
+        code = sala__synthetic_plan(&s->env, c, w, &s->options, err);
+        return code < 0 ? code : sala__draft_ids(&s->env, NULL, c, &s->config, w, err);
+    }
+    if ((code = sala__scheme_files_read(&s->env, path, c, err)) < 0) return code;
+    if ((code = sala__checkpoint_open(&s->env, path, &s->draft_checkpoint, err)) < 0) return code;
+    return sala__draft_bind(&s->env, &s->draft_checkpoint, c, &s->config, &s->weights, w, err);
+}
+
+static int sala__read_files(sala *s, const char *path, int tokenizer, sala_error *err) {
+    int code = sala__read_target(s, path, tokenizer, err);
+    return code < 0 ? code : sala__read_draft(s, err);
 }
 
 static void sala__frequencies(float theta, int dim, float *out) { // out: [dim / 2]
@@ -9233,10 +9936,13 @@ static int sala__allocate(sala *s, sala_error *err) {
         s->step = (char *)(code < 0 ? NULL : step);
         if (code < 0) return code;
         memset(step, 0, s->step_bytes);
-        code = sala__cuda_alloc_host(&s->gpu.cuda, (size_t)s->plan.node_rows * 4, "choices", &out,
-                                     err);
-        s->tokens_out = (int32_t *)(code < 0 ? NULL : out);
+        code =
+            sala__cuda_alloc_host(&s->gpu.cuda, (size_t)s->plan.node_rows * (2 + SALA_MAX_PATH) * 4,
+                                  "choices", &out, err);
+        s->result = (int32_t *)(code < 0 ? NULL : out);
         if (code < 0) return code;
+    } else {
+        s->result = s->chosen;
     }
     sala__step_layout(s, s->plan.rows);
     if ((code = sala__allocate_pages(s, err)) < 0) return code;
@@ -9280,6 +9986,12 @@ static int sala__choose_device(sala *s, sala_error *err) {
                ? sala__gpu_supports(&s->config.dims, &reason)
                : sala__fail(&reason, SALA_E_DEVICE, "kernels have BF16 activations, not FP32");
     if (code == 0) code = sala__gpu_takes(&s->config, &s->weights, &reason);
+    if (code == 0 && s->has_draft) {
+        sala_error why;
+        code = sala__gpu_supports(&s->draft_config.dims, &why);
+        if (code == 0) code = sala__gpu_takes(&s->draft_config, &s->draft_weights, &why);
+        if (code < 0) sala__fail(&reason, code, "the draft head: %s", why.text);
+    }
     if (code < 0) {
         sala__cuda_close(&s->gpu.cuda);
         if (text && strcmp(text, "auto") != 0) return sala__fail(err, code, "%s", reason.text);
@@ -9294,6 +10006,9 @@ static int sala__choose_device(sala *s, sala_error *err) {
     s->gpu_free = (int64_t)(free_mib * 1048576) - SALA__DRIVER_NEEDS;
     if (s->gpu_free < 0) s->gpu_free = 0;
     s->gpu_weight_bytes = sala__gpu_weights_total(&s->config, &s->weights);
+    if (s->has_draft)
+        s->gpu_draft_weight_bytes = sala__gpu_weights_total(&s->draft_config, &s->draft_weights) +
+                                    4 * (int64_t)s->draft_config.draft_vocab;
     return 0;
 }
 
@@ -9308,6 +10023,19 @@ static void sala__fill_part(void *context, int64_t part, int thread) {
     (void)thread;
     sala__weights_fill(&s->config, &s->weights, s->options.synthetic_seed, (int)part,
                        SALA__FILL_PARTS);
+    if (s->has_draft)
+        sala__weights_fill(&s->draft_config, &s->draft_weights, s->options.synthetic_seed,
+                           (int)part, SALA__FILL_PARTS);
+}
+
+static int sala__make_draft(sala *s, sala_error *err) { // synthetic
+    sala__config *c = &s->draft_config;
+    sala__weights *w = &s->draft_weights;
+    sala__weights_free(&s->env, w);
+    int code = sala__weights_allocate(&s->env, c, w, &s->options, err);
+    if (code == 0) code = sala__draft_ids(&s->env, NULL, c, &s->config, w, err);
+    sala__draft_share(c, w, &s->weights);
+    return code;
 }
 
 static int sala__open_cpu(sala *s, sala_error *err) {
@@ -9318,6 +10046,7 @@ static int sala__open_cpu(sala *s, sala_error *err) {
     sala__progress(&s->env, "making weights", 0.7);
     sala__weights_free(&s->env, &s->weights);
     code = sala__weights_allocate(&s->env, &s->config, &s->weights, &s->options, err);
+    if (code == 0 && s->has_draft) code = sala__make_draft(s, err);
     if (code == 0) sala__parallel(&s->cpu, SALA__FILL_PARTS, sala__fill_part, s);
     return code;
 }
@@ -9327,6 +10056,11 @@ static int sala__start(sala *s, sala_error *err) {
     int code = sala__make_plan(s, err);
     if (code == 0 && !s->options.synthetic)
         code = sala__weights_load(&s->env, &s->checkpoint, &s->config, &s->weights, err);
+    if (code == 0 && !s->options.synthetic && s->has_draft)
+        code = sala__weights_load(&s->env, &s->draft_checkpoint, &s->draft_config,
+                                  &s->draft_weights, err);
+    if (code == 0 && s->has_draft)
+        sala__draft_share(&s->draft_config, &s->draft_weights, &s->weights);
     if (code == 0 && s->on_gpu) code = sala__cuda_enter(&s->gpu.cuda, err);
     if (code < 0) return code;
     s->gpu.units = sala__gpu_units(s);
@@ -9338,6 +10072,9 @@ static int sala__start(sala *s, sala_error *err) {
     if (code == 0 && s->on_gpu)
         code =
             sala__gpu_weights(&s->gpu, &s->config, &s->weights, &s->options, &s->gpu_weights, err);
+    if (code == 0 && s->on_gpu && s->has_draft)
+        code = sala__gpu_draft_weights(&s->gpu, &s->draft_config, &s->draft_weights,
+                                       &s->gpu_weights, &s->options, &s->gpu_draft_weights, err);
     if (s->on_gpu) sala__cuda_leave(&s->gpu.cuda);
     return code == 0 && !s->on_gpu ? sala__open_cpu(s, err) : code;
 }
@@ -9348,7 +10085,7 @@ static void sala__stop(sala *s) {
     if (s->on_gpu && sala__cuda_enter(&s->gpu.cuda, NULL) == 0) {
         sala__cuda_wait(&s->gpu.cuda, NULL); // nothing may still read what follows
         sala__cuda_release_host(&s->gpu.cuda, s->step);
-        sala__cuda_release_host(&s->gpu.cuda, s->tokens_out);
+        sala__cuda_release_host(&s->gpu.cuda, s->result);
         sala__cuda_leave(&s->gpu.cuda);
     }
     if (s->cpu_open) sala__cpu_close(&s->cpu);
@@ -9367,6 +10104,7 @@ static void sala__stop(sala *s) {
     }
     if (s->on_gpu) sala__gpu_close(&s->gpu);
     sala__weights_free(&env, &s->gpu_weights);
+    sala__weights_free(&env, &s->gpu_draft_weights);
     s->pages = NULL;
     s->nodes = NULL;
     s->cpu_open = s->on_gpu = 0;
@@ -9391,7 +10129,10 @@ static int sala__open(sala *s, const char *path, sala_error *err) {
     } else {
         code = sala__start(s, err);
     }
-    if (code == 0 && s->on_gpu) sala__weights_forget(&s->env, &s->config, &s->weights);
+    if (code == 0 && s->on_gpu) {
+        sala__weights_forget(&s->env, &s->config, &s->weights);
+        if (s->has_draft) sala__weights_forget(&s->env, &s->draft_config, &s->draft_weights);
+    }
     if (code == 0) sala__progress(&s->env, "ready", 1);
     return code;
 }
@@ -9419,7 +10160,11 @@ SALA_API void sala_close(sala *s) {
     sala__release(&env, s->events);
     sala__release(&env, s->event_text.data);
     sala__release(&env, s->event_top);
+    sala__release(&env, s->event_nodes);
     if (s->has_tokenizer) sala__tokenizer_close(&s->tokenizer);
+    sala__weights_free(&env, &s->draft_weights);
+    sala__checkpoint_close(&s->draft_checkpoint);
+    sala__config_free(&env, &s->draft_config);
     sala__weights_free(&env, &s->weights);
     sala__checkpoint_close(&s->checkpoint);
     sala__config_free(&env, &s->config);
@@ -9461,6 +10206,18 @@ SALA_API const char *sala_version(void) {
 static int64_t
 sala__state_traffic(const sala *s) { // bytes of lightning state that one token reads and writes
     return 2 * (int64_t)s->plan.state * 4 * s->lightning_layers;
+}
+
+// What the draft head is: "437 M parameters, NVFP4, layers 1 15 28".
+static void sala__draft_text(sala *s, char out[160]) {
+    char format[64], kinds[160];
+    const int32_t *aux = s->draft_config.aux;
+    double parameters = (double)s->draft_weights.parameters;
+    sala__formats_name(&s->draft_config, &s->draft_weights, format, kinds);
+    snprintf(out, 160, "%.*f M parameters, %s, layers %d %d %d%s%s", parameters < 1e7,
+             parameters / 1e6, format, aux[0], aux[1], aux[2],
+             s->draft_config.own_embed ? ", own embedding" : "",
+             s->draft_config.own_head ? "" : ", the model's head");
 }
 
 SALA_API void sala_get_info(sala *s, sala_info *info) {
@@ -9505,8 +10262,12 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
     info->pending_bytes = p->pending_bytes;
     info->unpack_bytes = p->unpack_bytes;
     info->scratch_bytes = p->scratch_bytes;
-    info->total_bytes = info->weight_bytes + p->kv_bytes + p->state_bytes + p->pending_bytes +
-                        p->unpack_bytes + p->scratch_bytes;
+    if (s->has_draft) {
+        info->draft_weight_bytes = s->on_gpu ? s->gpu_draft_weight_bytes : s->draft_weights.bytes;
+        sala__draft_text(s, info->draft);
+    }
+    info->total_bytes = info->weight_bytes + info->draft_weight_bytes + p->kv_bytes +
+                        p->state_bytes + p->pending_bytes + p->unpack_bytes + p->scratch_bytes;
     info->kv_bytes_per_token = p->pages ? p->kv_bytes / p->pages / m->block : 0;
     info->state_bytes_per_sequence = (int64_t)p->state * 4 * s->lightning_layers;
     info->decode_bytes = s->weights.decode_bytes + sala__state_traffic(s);
@@ -9562,13 +10323,6 @@ SALA_API int sala_plan(const char *path, const sala_options *options, sala_info 
    -------------------------------------------------------------------------------------------- */
 
 // ---- trees ----
-
-static void sala__tree_root(sala_tree *t, int32_t token) {
-    memset(t, 0, sizeof *t);
-    t->count = 1;
-    t->token[0] = token;
-    t->parent[0] = -1;
-}
 
 // Add a node below `parent`. Returns its index.
 static int sala__tree_add(sala_tree *t, int parent, int32_t token) {
@@ -10040,6 +10794,7 @@ static sala_event *sala__add_event(sala *s, const sala__request *r, int type, sa
     e->event.request = r->id;
     e->text = s->event_text.size;
     e->top = s->event_top_count;
+    e->nodes = s->event_nodes_count;
     return &e->event;
 }
 
@@ -10049,6 +10804,12 @@ SALA_API int sala_next_event(sala *s, sala_event *event) {
     *event = e->event;
     event->text = event->text_bytes ? s->event_text.data + e->text : "";
     event->top = event->top_count ? s->event_top + e->top : NULL;
+    int n = event->node_count;
+    const int32_t *nodes = n ? s->event_nodes + e->nodes : NULL;
+    event->node_token = nodes;
+    event->node_parent = n ? nodes + n : NULL;
+    event->node_accepted = n ? nodes + 2 * n : NULL;
+    event->node_score = n ? (const float *)(const void *)(nodes + 3 * n) : NULL;
     return 1;
 }
 
@@ -10249,11 +11010,16 @@ SALA_API int sala_release(sala *s, int64_t sequence, sala_error *err) {
 
 typedef struct sala__pass {
     sala_rows rows;
+    sala__request **requests; // verify: [rows.seq_count] whose trees these are
+    // Verify: what operations find out, in s->chosen; the loop reads it at the same offsets of s->result.
+    int32_t *chosen;            // [bucket] the token that each row chooses
+    int32_t *accepted;          // [bucket] of each sequence
+    int32_t *accepted_rows;     // [bucket, SALA_MAX_PATH] of each sequence
     const sala_rows *on_device; // the same where the operations read it: on the CPU, `rows` itself
     sala_act *logits_x;         // [logits_rows, hidden] the rows whose logits are wanted, inside y
     int32_t logits_first, logits_rows;
     float *logits;   // [logits_rows, vocab]
-    int show_logits; // GPU: bring all of them to the host
+    int show_logits; // GPU, prefill: bring all of them to the host
     int bucket;      // rows that the linear operations run with: at least rows.count
     float *hidden;   // or NULL; element (state l, row r) begins at l * hidden_l + r * hidden_r
     size_t hidden_l, hidden_r;
@@ -10593,17 +11359,19 @@ static void sala__forward(sala *s, sala__pass *p) {
     if (p->logits_rows) sala__head(s, p, &weights->head);
 }
 
-// The trees of today are chains that are accepted whole.
+// After the choice: the paths that it goes along, which become part of their sequences.
 static void sala__run_commit(sala *s, const sala__pass *p) {
     const sala__plan *plan = &s->plan;
+    sala_accept_args accept = {p->on_device, p->chosen, p->accepted, p->accepted_rows};
+    sala__op(s, SALA__OP_accept, &accept);
     sala_commit_args a = {&s->config.dims,
                           p->on_device,
                           s->sparse_layers,
                           s->lightning_layers,
                           plan->slots,
                           plan->node_rows,
-                          (const int32_t *)sala__step_at(s, s->accepted),
-                          (const int32_t *)sala__step_at(s, s->accepted_rows),
+                          p->accepted,
+                          p->accepted_rows,
                           s->on_gpu ? s->gpu_nodes : s->nodes,
                           s->on_gpu ? s->gpu_pages : s->pages,
                           s->node_k,
@@ -10615,25 +11383,22 @@ static void sala__run_commit(sala *s, const sala__pass *p) {
 
 // ---- the pass on a GPU ----
 
-static int sala__bucket(int n, int most) { // the next power of two
+// Rows (or sequences) of the graph that serves n: a power of two up to 16, then eighths, then
+// sixteenths, since products cost as many rows as they have.
+static int sala__bucket(int n, int most) {
     int b = 1;
-    while (b < n) b *= 2;
+    while (b < n && b < 16) b *= 2;
+    if (b < n) b = sala__round_up(n, n <= 64 ? 8 : 16);
     return b < most ? b : most;
 }
 
-// Everything between the step block's way to the device and the chosen tokens' way back.
-static void sala__gpu_launch_pass(sala *s, sala__pass *p) {
+// The choices of a pass; of prefill one, that of the last row, which sampling[0] says how to make.
+static void sala__gpu_sample(sala *s, const sala__pass *p) {
     sala__gpu *g = &s->gpu;
-    sala_error *e = &g->error;
-    if (sala__send_step(s)) return;
-    sala__forward(s, p);
-    if (p->rows.verify) sala__run_commit(s, p);
-    if (!p->logits_rows || e->code) return;
     const float *logits = s->logits;
-    int choices = p->bucket;
-    if (!p->rows.verify) { // one token: that of the last row, sampling[0] says how
+    if (!p->rows.verify) {
         logits += (size_t)((p->logits_rows - 1) % s->plan.node_rows) * (size_t)s->config.dims.vocab;
-        g->rows = choices = 1;
+        g->rows = 1;
     }
     sala_sample_args a = {p->on_device,     s->config.dims.vocab,
                           logits,           (const sala_sampling *)sala__step_at(s, s->sampling),
@@ -10641,24 +11406,28 @@ static void sala__gpu_launch_pass(sala *s, sala__pass *p) {
                           s->sample_weight, s->sample_arrivals,
                           s->chosen};
     sala__launch_sample(g, &a);
-    if (!e->code)
-        sala__cuda_download(&g->cuda, s->tokens_out, sala__on_gpu(s->chosen), (size_t)choices * 4,
-                            e);
 }
 
-// The recorded pass of this bucket; recorded now if it is not there. NULL: run it without.
-static sala__cu_exec sala__gpu_graph(sala *s, sala__pass *p) {
+// Everything between the step block's way to the device and the results' way back.
+static void sala__gpu_launch_pass(sala *s, sala__pass *p) {
     sala__gpu *g = &s->gpu;
-    int logits = p->logits_rows > 0;
-    for (int i = 0; i < g->graph_count; i++)
-        if (g->graphs[i].rows == g->rows && g->graphs[i].seqs == g->seqs &&
-            g->graphs[i].logits == logits)
-            return g->graphs[i].exec;
-    if (g->graph_count == SALA__GRAPHS || g->no_graphs || p->hidden || g->tree_slots) return NULL;
-    sala__graph *graph = &g->graphs[g->graph_count];
+    sala_error *e = &g->error;
+    if (sala__send_step(s)) return;
+    sala__forward(s, p);
+    if (!p->logits_rows) return;
+    sala__gpu_sample(s, p);
+    if (p->rows.verify) sala__run_commit(s, p);
+    size_t words = p->rows.verify ? (size_t)p->bucket * (2 + SALA_MAX_PATH) : 1;
+    if (!e->code) sala__cuda_download(&g->cuda, s->result, sala__on_gpu(s->chosen), words * 4, e);
+}
+
+// Record a pass. A graph that did not run for long gives way when there is no place.
+static sala__graph *sala__gpu_record(sala *s, sala__pass *p) {
+    sala__gpu *g = &s->gpu;
+    sala__graph made = {g->rows, g->seqs, g->tree_slots, 0, NULL}, *graph = g->graphs;
     if (sala__cuda_capture_begin(&g->cuda, &g->error) == 0) {
         sala__gpu_launch_pass(s, p);
-        sala__cu_exec *exec = g->error.code ? NULL : &graph->exec;
+        sala__cu_exec *exec = g->error.code ? NULL : &made.exec;
         sala__cuda_capture_end(&g->cuda, exec, &g->error);
     }
     if (g->error.code) { // no memory for it, say: the pass runs without, a little slower
@@ -10667,10 +11436,25 @@ static sala__cu_exec sala__gpu_graph(sala *s, sala__pass *p) {
         g->no_graphs = 1;
         return NULL;
     }
-    graph->rows = g->rows;
-    graph->seqs = g->seqs;
-    graph->logits = logits;
-    g->graph_count++;
+    for (int i = 1; i < g->graph_count; i++)
+        if (g->graphs[i].used < graph->used) graph = &g->graphs[i];
+    if (g->graph_count < SALA__GRAPHS) graph = &g->graphs[g->graph_count++];
+    sala__cuda_graph_free(&g->cuda, graph->exec);
+    *graph = made;
+    return graph;
+}
+
+// The recorded pass of this bucket; recorded now if it is not there. NULL: run it without.
+static sala__cu_exec sala__gpu_graph(sala *s, sala__pass *p) {
+    sala__gpu *g = &s->gpu;
+    sala__graph *graph = NULL;
+    for (int i = 0; i < g->graph_count && !graph; i++)
+        if (g->graphs[i].rows == g->rows && g->graphs[i].seqs == g->seqs &&
+            g->graphs[i].tree_slots == g->tree_slots)
+            graph = &g->graphs[i];
+    if (!graph && !g->no_graphs) graph = sala__gpu_record(s, p);
+    if (!graph) return NULL;
+    graph->used = ++g->passes;
     return graph->exec;
 }
 
@@ -10679,7 +11463,7 @@ static int sala__gpu_pass(sala *s, sala__pass *p, sala_error *err) {
     sala_error *e = &g->error; // may hold what an upload before this pass met
     int verify = p->rows.verify;
     g->prefill = !verify;
-    g->rows = p->bucket = verify ? sala__bucket(p->rows.count, s->plan.node_rows) : p->rows.count;
+    g->rows = p->bucket;
     g->seqs = sala__bucket(p->rows.seq_count, s->plan.slots);
     p->on_device = sala__publish_rows(s, &p->rows);
     sala__cu_exec graph = !verify || p->hidden || e->code ? NULL : sala__gpu_graph(s, p);
@@ -10687,37 +11471,35 @@ static int sala__gpu_pass(sala *s, sala__pass *p, sala_error *err) {
         sala__cuda_graph_launch(&g->cuda, graph, e);
     else if (!e->code)
         sala__gpu_launch_pass(s, p);
-    size_t row = (size_t)s->config.dims.vocab * sizeof(float);
-    if (!e->code && verify && p->show_logits)
-        sala__cuda_download(&g->cuda, p->logits,
-                            sala__on_gpu(s->logits) + (size_t)p->logits_first * row,
-                            (size_t)p->logits_rows * row, e);
     if (!e->code) sala__cuda_wait(&g->cuda, e);
     return e->code ? sala__fail(err, e->code, "%s", e->text) : 0;
 }
 
-// One pass; in verify form its nodes are accepted and become part of their sequences.
+typedef struct sala__walk {
+    sala *s;
+    const sala__pass *pass;
+} sala__walk;
+
+static void sala__walk_item(void *context, int64_t i, int thread);
+
+static void sala__place_results(sala *s, sala__pass *p) {
+    p->chosen = s->chosen;
+    p->accepted = p->chosen + p->bucket;
+    p->accepted_rows = p->accepted + p->bucket;
+}
+
+// One pass; in verify form the tokens are chosen, and the nodes that they go along are in the cache. It
+// is for the caller to count them.
 static int sala__run_pass(sala *s, sala__pass *p, sala_error *err) {
-    for (int i = 0; i < p->rows.seq_count && p->rows.verify; i++) {
-        s->accepted[i] = s->seqs[i].rows;
-        for (int j = 0; j < s->seqs[i].rows; j++)
-            s->accepted_rows[i * SALA_MAX_PATH + j] = s->seqs[i].first_row + j;
-    }
-    if (s->on_gpu) {
-        int code = sala__gpu_pass(s, p, err);
-        if (code < 0) return code;
-    } else {
-        p->on_device = &p->rows;
-        p->bucket = p->rows.count;
-        sala__forward(s, p);
-        if (p->rows.verify) sala__run_commit(s, p);
-    }
-    for (int i = 0; i < p->rows.seq_count; i++) {
-        sala__sequence *q = &s->sequences[s->seqs[i].slot];
-        q->stored += s->seqs[i].rows;
-        q->pending = p->rows.verify ? s->accepted[i] : 0;
-        q->root = -1; // until the next token is chosen
-    }
+    if (!p->rows.verify) p->bucket = p->rows.count;
+    sala__place_results(s, p);
+    if (s->on_gpu) return sala__gpu_pass(s, p, err);
+    p->on_device = &p->rows;
+    sala__forward(s, p);
+    if (!p->rows.verify) return 0;
+    sala__walk walk = {s, p};
+    sala__parallel(&s->cpu, p->rows.seq_count, sala__walk_item, &walk);
+    sala__run_commit(s, p);
     return 0;
 }
 
@@ -10763,6 +11545,7 @@ static int sala__emit_text(sala *s, sala__request *r, size_t bytes, sala_error *
 }
 
 static void sala__fill_timings(const sala__request *r, sala_timings *t) {
+    *t = r->counted;
     t->prompt_tokens = r->prefilled;
     t->output_tokens = r->chosen;
     t->queue_seconds = r->admitted > 0 ? r->admitted - r->submitted : 0;
@@ -10980,9 +11763,28 @@ static void sala__row(sala *s, int r, int seq, int32_t token, int32_t position) 
     s->seq[r] = seq;
 }
 
-// Tell the GPU how to choose the token of `position` from the logits of a row.
-static void sala__set_sampling(sala *s, sala__request *r, int row, int64_t position) {
+// Bring the GPU's counts up to date: all of them once, then those of the tokens chosen since; and the
+// biases.
+static void sala__send_counts(sala *s, sala__request *r) {
     const sala__sampler *from = &r->sampler;
+    const sala__sequence *q = &s->sequences[r->slot];
+    size_t vocab = (size_t)from->vocab, at = (size_t)r->slot * vocab;
+    sala__cuda *c = &s->gpu.cuda;
+    if (from->counts && !r->counts_sent)
+        sala__cuda_upload(c, sala__on_gpu(s->counts + at), from->counts, vocab * 4, &s->gpu.error);
+    for (size_t i = (size_t)r->counts_sent; from->counts && i && i < q->token_count; i++)
+        sala__cuda_upload(c, sala__on_gpu(s->counts + at + q->tokens[i]),
+                          from->counts + q->tokens[i], 4, &s->gpu.error);
+    if (from->biases && !r->counts_sent)
+        sala__cuda_upload(c, sala__on_gpu(s->biases + at), from->biases, vocab * 4, &s->gpu.error);
+    r->counts_sent = (int64_t)q->token_count;
+}
+
+// Tell the GPU how to choose the token behind a row, which stands `ahead` nodes below its root.
+static void sala__set_sampling(sala *s, const sala__request *r, int row, int64_t position,
+                               int ahead) {
+    const sala__sampler *from = &r->sampler;
+    int64_t index = r->chosen + ahead; // of the output
     sala_sampling to = {from->temperature,
                         from->top_p,
                         from->min_p_log,
@@ -10993,41 +11795,29 @@ static void sala__set_sampling(sala *s, sala__request *r, int row, int64_t posit
                         r->slot,
                         from->counts != NULL,
                         from->biases != NULL,
-                        0,
-                        -1,
+                        ahead,
+                        index < r->force_count ? r->force[index] : -1,
                         sala_random(from->seed, (uint64_t)position)};
     s->sampling[row] = to;
-    size_t vocab = (size_t)from->vocab, at = (size_t)r->slot * vocab;
-    sala__cuda *c = &s->gpu.cuda;
-    const sala__sequence *q = &s->sequences[r->slot];
-    if (from->counts && !r->tables_sent) // all of them once, then the one that changed
-        sala__cuda_upload(c, sala__on_gpu(s->counts + at), from->counts, vocab * 4, &s->gpu.error);
-    else if (from->counts && q->token_count)
-        sala__cuda_upload(c, sala__on_gpu(s->counts + at + q->tokens[q->token_count - 1]),
-                          from->counts + q->tokens[q->token_count - 1], 4, &s->gpu.error);
-    if (from->biases && !r->tables_sent)
-        sala__cuda_upload(c, sala__on_gpu(s->biases + at), from->biases, vocab * 4, &s->gpu.error);
-    r->tables_sent = 1;
 }
 
-// Choose the token that follows row `row` of the pass; a GPU has done so. `logits` of that row: on
-// a GPU only read where the request wants log-probabilities.
-static void sala__sample_row(sala *s, const sala__request *r, const float *logits, int row,
-                             int thread, sala__choice *c) {
-    int64_t position = s->sequences[r->slot].stored;
-    int forced = r->chosen < r->force_count;
+// Choose the token that follows a row of the pass, which stands `ahead` nodes below its root; a GPU
+// has done so. `logits` of that row: on a GPU only read where the request wants log-probabilities.
+static void sala__sample_row(sala *s, const sala__request *r, int row, int ahead,
+                             const float *logits, int thread, sala__choice *c) {
+    int32_t path[SALA_MAX_PATH] = {0};
+    int forced = r->chosen + ahead < r->force_count;
     c->top_count = 0;
     c->logprob = 0;
-    if (s->on_gpu) {
-        c->token = s->tokens_out[row];
-    } else {
+    if (!s->on_gpu) {
         char *scratch =
             s->sample_scratch + (size_t)thread * sala__sampler_scratch(s->config.dims.vocab);
-        c->token = sala__sample(&r->sampler, logits, position, NULL, 0, scratch, &c->logprob,
-                                c->top, &c->top_count);
+        for (int i = 0; i < ahead; i++) path[i] = s->token[s->paths[row * SALA_MAX_PATH + 1 + i]];
+        c->token = sala__sample(&r->sampler, logits, (int64_t)s->position[row] + 1, path, ahead,
+                                scratch, &c->logprob, c->top, &c->top_count);
     }
     if (c->token < 0) return;
-    if (forced) c->token = r->force[r->chosen];
+    if (forced) c->token = r->force[r->chosen + ahead];
     if (r->logprobs && (forced || s->on_gpu))
         sala__sampler_report(&r->sampler, logits,
                              logits[sala__sampler_argmax(logits, s->config.dims.vocab)], c->token,
@@ -11084,10 +11874,12 @@ static int sala__prefill_chunk(sala *s, sala__request *r, int budget, sala_error
     p.logits_first = shows ? 0 : count - 1;
     p.show_logits = shows || (last && r->logprobs);
     if (shows) sala__prefill_shows(s, count, &p);
-    if (s->on_gpu && last) sala__set_sampling(s, r, 0, start + count);
+    if (s->on_gpu && last) sala__send_counts(s, r);
+    if (s->on_gpu && last) sala__set_sampling(s, r, 0, start + count, 0);
     if (s->on_gpu && !last) s->sampling[0].slot = -1;
     int code = sala__run_pass(s, &p, err);
     if (code < 0) return code;
+    q->stored += count;
     r->prefilled += count;
     sala_event *e = sala__add_event(s, r, SALA_EVENT_PREFILL, err);
     if (!e) return SALA_E_MEMORY;
@@ -11098,7 +11890,8 @@ static int sala__prefill_chunk(sala *s, sala__request *r, int budget, sala_error
         sala__choice c;
         r->state = SALA__DECODE;
         const float *logits = p.logits + (size_t)(p.logits_rows - 1) * (size_t)m->vocab;
-        sala__sample_row(s, r, logits, 0, 0, &c);
+        c.token = s->result[0];
+        sala__sample_row(s, r, count - 1, 0, logits, 0, &c);
         code = sala__take_token(s, r, &c, err);
     }
     return code < 0 ? code : count;
@@ -11122,24 +11915,191 @@ static int sala__prefill(sala *s, sala_error *err) {
 
 // ---- verify ----
 
-typedef struct sala__sample_job {
-    sala *s;
-    sala__request **requests; // [rows]
-    sala__choice *choices;    // [rows]
-} sala__sample_job;
-
-static void sala__sample_item(void *context, int64_t i, int thread) {
-    sala__sample_job *job = (sala__sample_job *)context;
-    const float *logits = job->s->verify_logits + (size_t)i * (size_t)job->s->config.dims.vocab;
-    sala__sample_row(job->s, job->requests[i], logits, (int)i, thread, &job->choices[i]);
+// Who generates, and how deep their trees may be.
+static int sala__list_active(sala *s, sala__request *active[SALA_MAX_ROWS]) {
+    int n = 0;
+    for (sala__request *r = s->requests; r && n < s->plan.slots; r = r->next) {
+        if (r->state != SALA__DECODE || r->slot < 0) continue;
+        const sala__sequence *q = &s->sequences[r->slot];
+        int64_t left = r->max_tokens - r->chosen, // a path of d nodes below the root gives d + 1
+            room = (int64_t)q->page_count * s->config.dims.block - q->stored;
+        if (left > room) left = room;
+        r->spec.deepest = (int32_t)(left < SALA_MAX_PATH ? left : SALA_MAX_PATH) - 1;
+        active[n++] = r;
+    }
+    return n;
 }
 
-// What one verify read, for the statistics: weights and states once, K/V of what attention can see.
-static int64_t sala__verify_bytes(const sala *s, int rows) {
+// A tree that is none, or is too large, would write over others' memory: it must never come here.
+static int sala__check_tree(const sala *s, const sala__request *r, sala_error *err) {
+    const sala_tree *t = &r->spec.tree;
+    int ok = t->count >= 1 && t->count <= SALA_MAX_NODES && t->parent[0] == -1 &&
+             t->depth[0] == 0 && t->token[0] == s->sequences[r->slot].root;
+    for (int n = 1; ok && n < t->count; n++) {
+        int parent = t->parent[n];
+        ok = parent >= 0 && parent < n && t->depth[n] == t->depth[parent] + 1 &&
+             t->depth[n] <= r->spec.deepest && t->token[n] >= 0 &&
+             t->token[n] < s->config.dims.vocab;
+        for (int other = 1; ok && other < n; other++)
+            ok = t->parent[other] != parent || t->token[other] != t->token[n];
+    }
+    if (ok) return 0;
+    return sala__fail(err, SALA_E_STATE, "the draft of request %lld is no tree: this is a bug",
+                      (long long)r->id);
+}
+
+// The order of a tree's rows: depth first, of siblings the one below which most states must wait last.
+// Returns how many states wait at once (see sala_gla_verify): log2 of the leaves at most.
+static int sala__tree_rows(const sala_tree *t, int32_t row[SALA_MAX_NODES]) {
+    int size[SALA_MAX_NODES], wait[SALA_MAX_NODES], second[SALA_MAX_NODES], last[SALA_MAX_NODES],
+        next[SALA_MAX_NODES];
+    for (int n = 0; n < t->count; n++) {
+        size[n] = 1;
+        wait[n] = second[n] = last[n] = -1; // of its children the two largest, and the first's node
+    }
+    for (int n = t->count - 1; n >= 0; n--) {
+        wait[n] = sala__max(sala__max(wait[n], second[n] + 1), 0);
+        int up = t->parent[n];
+        if (up < 0) break;
+        size[up] += size[n];
+        if (wait[n] > wait[up]) {
+            second[up] = wait[up];
+            wait[up] = wait[n];
+            last[up] = n;
+        } else if (wait[n] > second[up]) {
+            second[up] = wait[n];
+        }
+    }
+    row[0] = 0;
+    next[0] = 1;
+    for (int n = 1; n < t->count; n++) {
+        int up = t->parent[n];
+        if (last[up] == n) {
+            row[n] = row[up] + size[up] - size[n];
+        } else {
+            row[n] = next[up];
+            next[up] += size[n];
+        }
+        next[n] = row[n] + 1;
+    }
+    return wait[0];
+}
+
+// The rows of request i's tree, from `first` on.
+static void sala__lay_tree(sala *s, sala__request *r, int i, int first) {
+    const sala_tree *t = &r->spec.tree;
+    const sala__sequence *q = &s->sequences[r->slot];
+    sala_seq seq = {r->slot, first, t->count, q->stored, 0, q->pending, sala__pages_of(s, q)};
+    s->seqs[i] = seq;
+    if (s->on_gpu) sala__send_counts(s, r);
+    for (int n = 0; n < t->count; n++) {
+        int row = first + r->spec.row[n], depth = t->depth[n];
+        int32_t *path = s->paths + row * SALA_MAX_PATH;
+        sala__row(s, row, i, t->token[n], q->stored + depth);
+        if (n) // parents come first
+            memcpy(path, s->paths + (first + r->spec.row[t->parent[n]]) * SALA_MAX_PATH,
+                   (size_t)depth * 4);
+        path[depth] = row;
+        if (s->on_gpu) sala__set_sampling(s, r, row, (int64_t)q->stored + depth + 1, depth);
+    }
+}
+
+// The pass of all trees.
+static int sala__lay_trees(sala *s, sala__request **active, int count, sala__pass *p,
+                           sala_error *err) {
+    const sala_dims *m = &s->config.dims;
+    int rows = 0, first = 0, wait = 0;
+    memset(p, 0, sizeof *p);
+    for (int i = 0; i < count; i++) {
+        int code = sala__check_tree(s, active[i], err);
+        if (code < 0) return code;
+        rows += active[i]->spec.tree.count;
+        wait = sala__max(wait, sala__tree_rows(&active[i]->spec.tree, active[i]->spec.row));
+    }
+    if (rows > s->plan.node_rows)
+        return sala__fail(err, SALA_E_STATE, "drafts of %d nodes, but there is room for %d", rows,
+                          s->plan.node_rows);
+    p->bucket = s->on_gpu ? sala__bucket(rows, s->plan.node_rows) : rows;
+    sala__step_layout(s, p->bucket);
+    for (int i = 0; i < count; first += active[i++]->spec.tree.count)
+        sala__lay_tree(s, active[i], i, first);
+    s->gpu.tree_slots = sala__round_up(wait, 2);
+    p->requests = active;
+    p->rows = sala__rows(s, rows, count, 1);
+    p->logits = s->verify_logits;
+    p->logits_rows = rows;
+    if (!s->verify_hidden) return 0;
+    p->hidden = s->verify_hidden;
+    p->hidden_l = (size_t)m->hidden;
+    p->hidden_r = (size_t)(m->layers + 2) * (size_t)m->hidden;
+    p->blocks = s->verify_blocks;
+    p->blocks_l = (size_t)m->kv_heads * (size_t)m->top_k;
+    p->blocks_r = (size_t)s->sparse_layers * p->blocks_l;
+    return 0;
+}
+
+// Choose along a tree: the token behind the root, the one behind its child that has that token, ...
+static void sala__walk_item(void *context, int64_t i, int thread) {
+    const sala__walk *walk = (const sala__walk *)context;
+    const sala__pass *p = walk->pass;
+    const sala_seq *seq = &p->rows.seqs[i];
+    size_t vocab = (size_t)walk->s->config.dims.vocab;
+    int row = seq->first_row;
+    for (int ahead = 0; row >= 0; ahead++) {
+        sala__sample_row(walk->s, p->requests[i], row, ahead, p->logits + (size_t)row * vocab,
+                         thread, &walk->s->choices[row]);
+        p->chosen[row] = walk->s->choices[row].token;
+        row = sala_child_row(&p->rows, seq, row, p->chosen[row]);
+    }
+}
+
+static int sala__shows_logits(const sala__request *r) {
+    return r->logprobs > 0 || (r->want_rows & SALA_ROWS_GENERATED);
+}
+
+// The path that was accepted of tree i, where the host reads it. Returns its length.
+static int sala__path_of(const sala *s, const sala__pass *p, int i, const int32_t **rows) {
+    *rows = s->result + 2 * p->bucket + i * SALA_MAX_PATH;
+    return s->result[p->bucket + i];
+}
+
+// What a GPU chose along the paths, and their logits where they are to be seen.
+static int sala__fetch_choices(sala *s, const sala__pass *p, sala_error *err) {
+    sala__gpu *g = &s->gpu;
+    size_t vocab = (size_t)s->config.dims.vocab;
+    const int32_t *rows;
+    int shows = 0, code = 0;
+    for (int i = 0; i < p->rows.seq_count; i++) {
+        if (!sala__shows_logits(p->requests[i])) continue;
+        int count = sala__path_of(s, p, i, &rows);
+        for (int j = 0; j < count && code == 0; j++) {
+            size_t at = (size_t)rows[j] * vocab;
+            code = sala__cuda_download(&g->cuda, p->logits + at, sala__on_gpu(s->logits + at),
+                                       vocab * 4, err);
+        }
+        shows = 1;
+    }
+    if (shows && code == 0) code = sala__cuda_wait(&g->cuda, err);
+    for (int i = 0; i < p->rows.seq_count && code == 0; i++) {
+        int count = sala__path_of(s, p, i, &rows);
+        for (int j = 0; j < count; j++) {
+            sala__choice *c = &s->choices[rows[j]];
+            c->token = s->result[rows[j]];
+            sala__sample_row(s, p->requests[i], rows[j], j, p->logits + (size_t)rows[j] * vocab, 0,
+                             c);
+        }
+    }
+    return code;
+}
+
+// What one verify read, for the statistics: weights and states once, K/V of what attention can see of
+// each sequence.
+static int64_t sala__verify_bytes(const sala *s, int count) {
     const sala_dims *m = &s->config.dims;
     int64_t bytes = s->weights.decode_bytes, act = sizeof(sala_act);
-    for (int i = 0; i < rows; i++) {
-        int64_t n = s->position[i] + 1, seen = n < m->dense_len ? n : (int64_t)m->top_k * m->block;
+    for (int i = 0; i < count; i++) {
+        int64_t n = (int64_t)s->seqs[i].stored + 1;
+        int64_t seen = n < m->dense_len ? n : (int64_t)m->top_k * m->block;
         if (seen > n) seen = n;
         if (n >= m->dense_len)
             seen += (sala_tier_rows(m, 1, (int32_t)n) + sala_tier_rows(m, 2, (int32_t)n)) / 2;
@@ -11149,54 +12109,86 @@ static int64_t sala__verify_bytes(const sala *s, int rows) {
     return bytes;
 }
 
+// A tree as an event: `path` [count] are the rows that were accepted.
+static int sala__tree_event(sala *s, const sala__request *r, const int32_t *path, int count,
+                            sala_error *err) {
+    const sala_tree *t = &r->spec.tree;
+    size_t n = (size_t)t->count, at = s->event_nodes_count;
+    sala_event *e = sala__add_event(s, r, SALA_EVENT_TREE, err);
+    if (!e || sala__grow(&s->env, (void **)&s->event_nodes, &s->event_nodes_capacity, at + 4 * n, 4,
+                         "a tree", err) < 0)
+        return SALA_E_MEMORY;
+    e->sequence = r->sequence;
+    e->position = s->position[path[0]];
+    e->token = s->choices[path[count - 1]].token;
+    e->source = r->spec.source;
+    e->node_count = t->count;
+    int32_t *to = s->event_nodes + at;
+    memcpy(to, t->token, n * 4);
+    memcpy(to + n, t->parent, n * 4);
+    for (size_t i = 0; i < n; i++)
+        to[2 * n + i] = t->depth[i] < count && path[t->depth[i]] == path[0] + r->spec.row[i];
+    memcpy(to + 3 * n, t->score, n * 4);
+    s->event_nodes_count += 4 * n;
+    return 0;
+}
+
+// Statistics of the node at depth `depth` of the path, whose choice is the output's next token; `path`
+// ends with it: `last`.
+static void sala__count_node(sala__request *r, int depth, int last, int node, int32_t token) {
+    const sala_tree *t = &r->spec.tree;
+    int source = r->spec.source, below = 0;
+    for (int n = 1; n < t->count; n++)
+        below |= t->parent[n] >= 0 && r->spec.row[t->parent[n]] == node;
+    r->counted.offered[source][depth]++;
+    r->counted.accepted[source][depth]++;
+    r->counted.verify_tokens[source] += token >= 0;
+    if (last && below) r->counted.offered[source][depth + 1]++;
+}
+
+// Hand on what a verify gave request i, token by token until one ends it. Nodes that were accepted
+// beyond that never were: nothing reads the cache beyond `stored` or the path beyond `pending`.
+static int sala__take_path(sala *s, const sala__pass *p, int i, sala_error *err) {
+    sala__request *r = p->requests[i];
+    sala__sequence *q = &s->sequences[r->slot];
+    const int32_t *path;
+    int count = sala__path_of(s, p, i, &path), code = 0;
+    if (r->want_trees) code = sala__tree_event(s, r, path, count, err);
+    r->counted.verifies[r->spec.source]++;
+    for (int j = 0; j < count && code == 0 && r->slot >= 0; j++) {
+        const sala__choice *c = &s->choices[path[j]];
+        q->stored++;
+        q->pending = j + 1;
+        q->root = -1;
+        if (r->want_rows & SALA_ROWS_GENERATED)
+            code = sala__rows_event(s, r, p, s->position[path[j]], path[j], 1, err);
+        sala__count_node(r, j, j == count - 1, path[j] - path[0], c->token);
+        if (code == 0) code = sala__take_token(s, r, c, err);
+    }
+    return code;
+}
+
 static int sala__verify(sala *s, sala_error *err) {
-    const sala_dims *m = &s->config.dims;
     sala__request *active[SALA_MAX_ROWS];
-    int n = 0, shows = 0;
-    sala__step_layout(s, s->plan.node_rows);
-    for (sala__request *r = s->requests; r && n < s->plan.slots; r = r->next) {
-        if (r->state != SALA__DECODE || r->slot < 0) continue;
-        sala__sequence *q = &s->sequences[r->slot];
-        sala_seq seq = {r->slot, n, 1, q->stored, 0, q->pending, sala__pages_of(s, q)};
-        s->seqs[n] = seq;
-        sala__row(s, n, n, q->root, q->stored);
-        s->paths[n * SALA_MAX_PATH] = n;
-        if (s->on_gpu) sala__set_sampling(s, r, n, q->stored + 1);
-        shows |= r->logprobs > 0 || (r->want_rows & SALA_ROWS_GENERATED);
-        active[n++] = r;
-    }
-    if (!n) return 0;
     sala__pass p;
-    memset(&p, 0, sizeof p);
-    p.rows = sala__rows(s, n, n, 1);
-    p.logits = s->verify_logits;
-    p.logits_rows = n;
-    p.show_logits = shows;
-    if (s->verify_hidden) {
-        p.hidden = s->verify_hidden;
-        p.hidden_l = (size_t)m->hidden;
-        p.hidden_r = (size_t)(m->layers + 2) * (size_t)m->hidden;
-        p.blocks = s->verify_blocks;
-        p.blocks_l = (size_t)m->kv_heads * (size_t)m->top_k;
-        p.blocks_r = (size_t)s->sparse_layers * p.blocks_l;
-    }
-    int64_t bytes = sala__verify_bytes(s, n);
+    int n = sala__list_active(s, active);
+    if (!n) return 0;
+    double start = sala__now();
     int code = sala__plan_trees(s, active, n, s->plan.node_rows, err);
-    double began = sala__now();
+    if (code == 0 && s->plant) s->plant(s, active, n, s->plan.node_rows);
+    double planned = sala__now();
+    if (code == 0) code = sala__lay_trees(s, active, n, &p, err);
     if (code == 0) code = sala__run_pass(s, &p, err);
+    if (code == 0 && s->on_gpu) code = sala__fetch_choices(s, &p, err);
     if (code < 0) return code;
-    sala__choice *choices = s->choices;
-    sala__sample_job job = {s, active, choices};
-    if (s->on_gpu)
-        for (int i = 0; i < n; i++) sala__sample_item(&job, i, 0);
-    else
-        sala__parallel(&s->cpu, n, sala__sample_item, &job);
-    sala__plan_learn(s, n, sala__now() - began);
+    double done = sala__now();
+    int64_t bytes = sala__verify_bytes(s, n);
+    sala__plan_learn(s, n, done - planned);
     for (int i = 0; i < n && code == 0; i++) {
         active[i]->decode_bytes += bytes;
-        if (active[i]->want_rows & SALA_ROWS_GENERATED)
-            code = sala__rows_event(s, active[i], &p, s->position[i], i, 1, err);
-        if (code == 0) code = sala__take_token(s, active[i], &choices[i], err);
+        active[i]->counted.draft_seconds += planned - start;
+        active[i]->counted.verify_seconds += done - planned;
+        code = sala__take_path(s, &p, i, err);
     }
     return code;
 }
@@ -11232,7 +12224,7 @@ SALA_API int sala_step(sala *s, sala_error *err) {
             "%zu events wait: call sala_next_event until it returns 0, then sala_step",
             s->event_count - s->event_taken);
     if (s->failed) return sala__failed(err);
-    s->event_count = s->event_taken = s->event_top_count = 0;
+    s->event_count = s->event_taken = s->event_top_count = s->event_nodes_count = 0;
     s->event_text.size = 0;
     if (!s->requests) return 0;
     int code = s->on_gpu ? sala__cuda_enter(&s->gpu.cuda, err) : 0;
@@ -11317,8 +12309,11 @@ SALA_API void sala_free(sala *s, void *pointer) {
 SALA_API int sala_check_weights(sala *s, sala_error *err) {
     sala__clear(err);
     if (s->on_gpu && s->options.synthetic) return 0; // never on the host, and a hash makes no NaN
-    return sala__weights_check(&s->env, &s->config, &s->weights,
-                               s->options.synthetic ? NULL : &s->checkpoint, err);
+    int code = sala__weights_check(&s->env, &s->config, &s->weights,
+                                   s->options.synthetic ? NULL : &s->checkpoint, err);
+    if (code < 0 || !s->has_draft) return code;
+    return sala__weights_check(&s->env, &s->draft_config, &s->draft_weights,
+                               s->options.synthetic ? NULL : &s->draft_checkpoint, err);
 }
 #ifndef __clang__
 #pragma GCC pop_options

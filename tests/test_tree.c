@@ -51,6 +51,7 @@ static void tree_pass(session *t, const tree *trees, int count, rows *out) {
     int row = 0;
     sala__pass p;
     memset(&p, 0, sizeof p);
+    sala__step_layout(s, s->plan.node_rows);
     for (int i = 0; i < count; i++) {
         const tree *tr = &trees[i];
         sala__sequence *q = sequence_of(t, tr->sequence);
