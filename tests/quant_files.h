@@ -25,8 +25,17 @@ typedef struct quant_options {
     int shards; // files; 0: one
     int beside; // the scheme stands in hf_quant_config.json or quantize_config.json, not in config.json
     const char *dequantised; // NULL, or "BF16" or "F32": the same numbers, unquantised
+    // Of an EAGLE-3 head: its target's config.json (NULL: a whole model), and what heads differ in.
+    const char *target;
+    int names;  // QUANT_SPECFORGE ..
+    int bias;   // fc.bias
+    int embed;  // an embedding of its own
+    int shared; // no lm_head: the target's
+    int tables; // d2t 1, t2d 2
     uint64_t seed;
 } quant_options;
+
+enum { QUANT_SPECFORGE, QUANT_PREFIXED, QUANT_NEMO }; // midlayer., model.midlayer., layers.0.
 
 typedef struct quant_layer { // one tensor of the model
     sala__item item;
@@ -53,6 +62,7 @@ typedef struct quant_model {
     sala__weights weights; // shapes alone
     quant_layer *layers;   // [layer_count]
     quant_tensor *tensors; // [tensor_count]
+    int64_t *d2t;          // [draft_vocab]
     int layer_count, tensor_count;
     quant_options o;
 } quant_model;
@@ -154,6 +164,19 @@ static inline void quant_add_scales(quant_model *m, const char *base, const char
                                     -1);
         memcpy(t->values, value + i, sizeof *value * (size_t)(each ? parts : 1));
     }
+}
+
+// The target's token of each of a head's: the lower half of the lowest, the upper half of the highest.
+static inline int64_t quant_target(const quant_model *m, int64_t i) {
+    int64_t count = m->config.draft_vocab;
+    return i < count / 2 ? i : m->config.dims.vocab - count + i;
+}
+
+static inline void quant_fill_table(const quant_model *m, const quant_tensor *t, char *to) {
+    if (strcmp(t->dtype, "I64") == 0) memcpy(to, m->d2t, (size_t)t->shape[0] * 8);
+    if (strcmp(t->dtype, "I64") == 0) return;
+    memset(to, 0, (size_t)t->shape[0]);
+    for (int64_t i = 0; i < m->config.draft_vocab; i++) to[quant_target(m, i)] = 1;
 }
 
 // All tensors of one layer, or of up to three that are fused.
@@ -259,6 +282,8 @@ static inline void quant_fill(const quant_model *m, const quant_tensor *t, char 
     int64_t rows = t->shape[0], columns = t->shape[1];
     if (t->zeros) {
         memset(to, 0, (size_t)quant_bytes(t));
+    } else if (!t->parts) {
+        quant_fill_table(m, t, to);
     } else if (t->values[0] != 0) {
         memcpy(to, t->values, (size_t)quant_bytes(t));
     } else if (quant_size(t->dtype) == 1) {
@@ -271,7 +296,7 @@ static inline void quant_fill(const quant_model *m, const quant_tensor *t, char 
                                ? quant_e4m3(l, n, c)
                                : quant_code(l, n, 2 * c) | quant_code(l, n, 2 * c + 1) << 4);
         }
-    } else if (quant_ends(t, "weight")) {
+    } else if (quant_ends(t, "weight") || quant_ends(t, "bias")) {
         quant_fill_plain(m, t, to);
     } else {
         quant_fill_gptq(m, t, to);
@@ -420,6 +445,7 @@ static inline void quant_free(quant_model *m) {
     sala__config_free(&env, &m->config);
     free(m->layers);
     free(m->tensors);
+    free(m->d2t);
 }
 
 // Which layout a tensor has. With kind 0 they take turns; GPTQ wants a multiple of 8 outputs.
@@ -444,18 +470,62 @@ static inline void quant_layer_numbers(const quant_options *o, quant_layer *l) {
     if (o->powers) l->global = (float)exp2(floor(log2((double)l->global)));
 }
 
+static inline int quant_draft_config(const char *config, quant_model *m, sala_error *err) {
+    sala__env env = {NULL, NULL, NULL, NULL};
+    sala__config target;
+    int code = sala__config_read(&env, m->o.target, &target, err);
+    if (code == 0) code = sala__draft_config_read(&env, config, &target, &m->config, err);
+    sala__config_free(&env, &target);
+    m->config.fc_bias = m->o.bias;
+    m->config.own_embed = m->o.embed;
+    m->config.own_head = !m->o.shared;
+    return code < 0;
+}
+
+// The tables of a head, and names as its maker has them.
+static inline void quant_draft_tensors(quant_model *m) {
+    int64_t count = m->config.draft_vocab;
+    for (int i = 0; i < m->tensor_count; i++) {
+        quant_tensor *t = &m->tensors[i];
+        char name[200], *after = strstr(t->name, "midlayer.");
+        int head = strncmp(t->name, "lm_head.", 8) == 0; // stands beside the model
+        if (strcmp(t->name, "fc_bias.weight") == 0) strcpy(t->name, "fc.bias");
+        snprintf(name, sizeof name, "%s%.180s",
+                 after && m->o.names == QUANT_NEMO       ? "layers.0."
+                 : !head && m->o.names == QUANT_PREFIXED ? "model."
+                                                         : "",
+                 after && m->o.names == QUANT_NEMO ? after + 9 : t->name);
+        strcpy(t->name, name);
+    }
+    m->d2t = (int64_t *)calloc((size_t)count, sizeof *m->d2t);
+    if (!m->d2t) quant_die("d2t", "out of memory");
+    for (int64_t i = 0; i < count; i++) m->d2t[i] = quant_target(m, i) - i;
+    for (int i = 0; i < 2; i++) {
+        quant_tensor *t = &m->tensors[m->tensor_count];
+        if (!(m->o.tables >> i & 1)) continue;
+        memset(t, 0, sizeof *t);
+        strcpy(t->name, i ? "t2d" : "d2t");
+        t->dtype = i ? "BOOL" : "I64";
+        t->rank = 1;
+        t->shape[0] = i ? m->config.dims.vocab : count;
+        m->tensor_count++;
+    }
+}
+
 // All layers and tensors of a model of config's geometry.
 static inline void quant_make(const char *config, const quant_options *o, quant_model *m) {
     sala__env env = {NULL, NULL, NULL, NULL};
     sala_error err;
     memset(m, 0, sizeof *m);
     m->o = *o;
-    if (sala__config_read(&env, config, &m->config, &err) < 0) quant_die(config, err.text);
+    if (o->target ? quant_draft_config(config, m, &err)
+                  : sala__config_read(&env, config, &m->config, &err) < 0)
+        quant_die(config, err.text);
     memset(&m->config.scheme, 0, sizeof m->config.scheme);
     if (sala__weights_plan(&env, &m->config, &m->weights, &err) < 0) quant_die(config, err.text);
     int count = sala__item_count(&m->config);
     m->layers = (quant_layer *)calloc((size_t)count, sizeof *m->layers);
-    m->tensors = (quant_tensor *)calloc((size_t)count * 5, sizeof *m->tensors);
+    m->tensors = (quant_tensor *)calloc((size_t)count * 5 + 2, sizeof *m->tensors);
     if (!m->layers || !m->tensors) quant_die(config, "out of memory");
     for (int i = 0; i < count; i++) {
         quant_layer *l = &m->layers[m->layer_count];
@@ -474,12 +544,49 @@ static inline void quant_make(const char *config, const quant_options *o, quant_
         for (int p = 1; p < parts && o->fused == QUANT_FUSED; p++)
             l[p].global = l->global, l[p].input = l->input;
         snprintf(base, sizeof base, "%.*s", (int)strlen(l->item.name) - 7, l->item.name);
-        if (parts > 1)
-            snprintf(base, sizeof base, "model.layers.%d.%s", l->item.layer,
-                     qkv ? "self_attn.qkv_proj" : "mlp.gate_up_proj");
+        if (parts > 1) snprintf(strrchr(base, '.'), 16, ".%s", qkv ? "qkv_proj" : "gate_up_proj");
         quant_add_linear(m, base, part, parts);
         i += parts - 1;
     }
+    if (o->target) quant_draft_tensors(m);
+}
+
+// Element (n, k) of a weight as kernels.h defines it, by itself.
+static inline float quant_element(const sala_weight *w, int64_t n, int64_t k) {
+    int64_t at = n * w->k + k,
+            group = w->format >= SALA_NVFP4 ? n * (w->k / w->group) + k / w->group : 0;
+    int code =
+        w->format >= SALA_NVFP4 ? ((const uint8_t *)w->data)[at / 2] >> (at & 1) * 4 & 15 : 0;
+    if (w->format == SALA_NVFP4)
+        return w->alpha[n] *
+               (sala_e2m1_f32((uint8_t)code) * sala_e4m3_f32(((const uint8_t *)w->scale)[group]));
+    if (w->format == SALA_INT4) {
+        int zero = w->zero ? w->zero[group] : 8;
+        float x = (float)(code - zero) * sala_bf16_f32(((const uint16_t *)w->scale)[group]);
+        return w->alpha[n] * sala_bf16_f32(sala_f32_bf16(x));
+    }
+    return w->format == SALA_F32 ? ((const float *)w->data)[at]
+                                 : sala_bf16_f32(((const uint16_t *)w->data)[at]);
+}
+
+// Elements of a loaded weight that are not, bit by bit, those of the layer that was written.
+static inline int64_t quant_differing(const quant_model *m, const quant_layer *want,
+                                      const sala_weight *w) {
+    uint64_t seed;
+    float scale, offset;
+    int64_t wrong = 0;
+    sala__synthetic_shape(&m->config, &m->weights, &want->item, m->o.seed, want->index, &seed,
+                          &scale, &offset);
+    for (int64_t n = 0; n < w->n; n++)
+        for (int64_t k = 0; k < w->k; k++) {
+            uint64_t e = (uint64_t)(n * w->k + k);
+            if (want->kind == SALA__PLAIN)
+                wrong += ((const uint16_t *)w->data)[e] !=
+                         sala_synthetic(sala_synthetic_hash(seed, e), e, scale, offset);
+            else
+                wrong += quant_element(w, n, k) != quant_value(want, &m->o, n, k);
+        }
+    return wrong;
 }
 
 // Write it all. `folder` must exist.

@@ -528,6 +528,68 @@ static void test_four_bit_files(void) {
     }
 }
 
+// A draft head lies there as it does on the host, beside what it shares with the model.
+static void draft_there(sala *s, const sala__weights *host) {
+    sala__item item, there;
+    sala__cuda *c = &s->gpu.cuda;
+    sala__weights *w = &s->gpu_draft_weights, from = *host;
+    int32_t count = s->draft_config.draft_vocab;
+    uint16_t *bits = (uint16_t *)need(malloc((size_t)4 << 20));
+    if (sala__cuda_enter(c, NULL) < 0) die("cuda", "enter");
+    for (int i = 0; i < sala__item_count(&s->draft_config); i++) {
+        if (!sala__item_at(&s->draft_config, &from, i, &item)) continue;
+        if (!sala__item_at(&s->draft_config, w, i, &there)) continue;
+        const sala_weight *x = item.weight, *y = there.weight;
+        sala__gpu_place p = sala__gpu_place_of(&item, &from);
+        int64_t wrong = 0;
+        int bf16 = x->format == SALA_BF16;
+        sala__cuda_download(c, bits, sala__on_gpu(bf16 ? y->data : (const void *)y->alpha),
+                            (size_t)p.rows * (bf16 ? (size_t)x->k * 2 : 4), NULL);
+        sala__cuda_wait(c, NULL);
+        for (int32_t n = 0; n < x->n; n++) {
+            int32_t row = p.layout > 1 ? sala_packed_pair(n, p.layout == 3) : n;
+            if (!bf16) wrong += ((const float *)(const void *)bits)[row] != x->alpha[n];
+            for (int32_t k = 0; k < x->k && bf16; k++)
+                wrong += bits[p.layout ? sala_packed(row, k, (int32_t)p.rows) : n] !=
+                         ((const uint16_t *)x->data)[(int64_t)n * x->k + k];
+        }
+        CHECK(wrong == 0, "%s: %lld elements differ", item.name, (long long)wrong);
+    }
+    sala__cuda_download(c, bits, sala__on_gpu(w->target_ids), (size_t)count * 4, NULL);
+    sala__cuda_wait(c, NULL);
+    sala__cuda_leave(c);
+    CHECK(memcmp(bits, host->target_ids, (size_t)count * 4) == 0, "other tokens");
+    CHECK(w->embed.data == s->gpu_weights.embed.data, "a copy of the embedding");
+    free(bits);
+}
+
+static void test_draft_head(void) {
+    char path[] = "/tmp/sala-head-XXXXXX";
+    int file = mkstemp(path);
+    FILE *f = file < 0 ? NULL : fdopen(file, "wb");
+    if (!f) die(path, "cannot write");
+    fputs("{\"draft_vocab_size\":300,\"intermediate_size\":640,\"num_attention_heads\":2,"
+          "\"eagle_config\":{\"eagle_aux_hidden_state_layer_ids\":[1,3,5]}}",
+          f);
+    fclose(f);
+    for (int i = 0; i < 3; i++) {
+        static const char *const weights[] = {"bf16", "nvfp4", "int4"};
+        sala_options o = cuda_options(1, 0);
+        o.synthetic = 1;
+        o.weights = weights[i];
+        o.draft = path;
+        session g = session_open(SALA_TINY "/config.json", &o);
+        o.device = "cpu";
+        session c = session_open(SALA_TINY "/config.json", &o);
+        draft_there(g.engine, &c.engine->draft_weights);
+        CHECK(g.info.draft_weight_bytes > 0 && strcmp(g.info.draft, c.info.draft) == 0, "\"%s\"",
+              g.info.draft);
+        session_close(&g);
+        session_close(&c);
+    }
+    unlink(path);
+}
+
 int main(int argc, char **argv) {
     static const check_entry tests[] = {TEST(test_short_prompt),
                                         TEST(test_long_prompt),
@@ -540,6 +602,7 @@ int main(int argc, char **argv) {
                                         TEST(test_memory_plan),
                                         TEST(test_four_bits),
                                         TEST(test_four_bit_files),
+                                        TEST(test_draft_head),
                                         TEST(test_sampling),
                                         TEST(test_logprobs_and_force),
                                         TEST(test_two_engines),

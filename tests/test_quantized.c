@@ -64,24 +64,6 @@ static int load(loaded *l, sala_error *err) { // nothing is left on errors
     return code;
 }
 
-// Element (n, k) of a weight as kernels.h defines it, by itself.
-static float element(const sala_weight *w, int64_t n, int64_t k) {
-    int64_t at = n * w->k + k,
-            group = w->format >= SALA_NVFP4 ? n * (w->k / w->group) + k / w->group : 0;
-    int code =
-        w->format >= SALA_NVFP4 ? ((const uint8_t *)w->data)[at / 2] >> (at & 1) * 4 & 15 : 0;
-    if (w->format == SALA_NVFP4)
-        return w->alpha[n] *
-               (sala_e2m1_f32((uint8_t)code) * sala_e4m3_f32(((const uint8_t *)w->scale)[group]));
-    if (w->format == SALA_INT4) {
-        int zero = w->zero ? w->zero[group] : 8;
-        float x = (float)(code - zero) * sala_bf16_f32(((const uint16_t *)w->scale)[group]);
-        return w->alpha[n] * sala_bf16_f32(sala_f32_bf16(x));
-    }
-    return w->format == SALA_F32 ? ((const float *)w->data)[at]
-                                 : sala_bf16_f32(((const uint16_t *)w->data)[at]);
-}
-
 // Every element, bit by bit; plain weights by their sums in the model that a hash makes.
 static void compare(const char *what, const quant_model *m, loaded *l) {
     sala__item item;
@@ -90,26 +72,12 @@ static void compare(const char *what, const quant_model *m, loaded *l) {
         if (!sala__item_at(&l->config, &l->weights, i, &item)) continue;
         const quant_layer *want = &m->layers[at++];
         const sala_weight *w = item.weight;
-        int64_t wrong = 0;
+        int64_t wrong = quant_differing(m, want, w);
         CHECK(strcmp(want->item.name, item.name) == 0, "%s", item.name);
         CHECK((w->format >= SALA_NVFP4) == (want->kind > SALA__PLAIN), "%s: %s has format %d", what,
               item.name, w->format);
-        if (want->kind == SALA__PLAIN) {
-            uint64_t seed;
-            float scale, offset;
-            sala__synthetic_shape(&m->config, &m->weights, &want->item, m->o.seed, i, &seed, &scale,
-                                  &offset);
-            for (int64_t e = 0; e < (int64_t)w->n * w->k; e++)
-                wrong += ((const uint16_t *)w->data)[e] !=
-                         sala_synthetic(sala_synthetic_hash(seed, (uint64_t)e), (uint64_t)e, scale,
-                                        offset);
-        } else {
+        if (want->kind > SALA__PLAIN) {
             quantised++;
-            for (int64_t n = 0; n < w->n; n++)
-                for (int64_t k = 0; k < w->k; k++) {
-                    float x = element(w, n, k), y = quant_value(want, &m->o, n, k);
-                    wrong += x != y;
-                }
             CHECK(w->group == want->group && w->alpha, "%s: %s: groups of %d", what, item.name,
                   w->group);
             CHECK(!w->zero == !(w->format == SALA_INT4 && m->o.asymmetric), "%s: %s: zero points",
