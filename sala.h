@@ -10606,16 +10606,6 @@ static void sala__plan_review(sala__policy *p, sala__request *r) {
     c->tree_steps = c->tree_sum = 0;
 }
 
-// Tokens that a tree of this request may add behind its root.
-static int sala__plan_room(const sala *s, const sala__request *r) {
-    const sala__sequence *q = &s->sequences[r->slot];
-    int64_t room = r->max_tokens - r->chosen - 1;
-    int64_t pages = (int64_t)q->page_count * s->config.dims.block - q->stored - 1;
-    if (room > pages) room = pages;
-    if (room > SALA_MAX_PATH - 1) room = SALA_MAX_PATH - 1;
-    return room > 0 ? (int)room : 0;
-}
-
 // Of chains up to `length` the one that makes the step fastest, if `rows` rows give `tokens` without it.
 static int sala__chain_that_pays(const sala__policy *p, const sala__spec *c, int rows,
                                  double tokens, int length) {
@@ -10637,7 +10627,7 @@ static int sala__plan_chain(sala *s, sala__request *r, int sequences, int rows, 
     const sala__sequence *q = &s->sequences[r->slot];
     sala__spec *c = &r->spec;
     int64_t count = (int64_t)q->token_count, place = 0;
-    int room = sala__plan_room(s, r), level = p->shape[p->cap].nodes - 1;
+    int room = c->deepest, level = p->shape[p->cap].nodes - 1;
     if (!p->forced && (count < 64 || r->sampler.temperature > 1)) return 0;
     int code = sala__ngram_index(s, r, err);
     if (code < 0) return code;
@@ -10664,7 +10654,7 @@ static int sala__plan_heads(sala *s, sala__request **active, int count, int spar
     for (int i = 0; i < count && n < SALA__DRAFTS; i++) {
         sala__request *r = active[i];
         sala__shape shape = p->shape[p->level];
-        int room = sala__plan_room(s, r);
+        int room = r->spec.deepest;
         if (r->spec.source != SALA_DRAFT_NONE || r->spec.step < r->spec.trees_from) continue;
         if (shape.depth > room) shape.depth = room;
         if (shape.nodes > spare + 1) shape.nodes = spare + 1;
@@ -12183,7 +12173,7 @@ static int sala__verify(sala *s, sala_error *err) {
     if (code < 0) return code;
     double done = sala__now();
     int64_t bytes = sala__verify_bytes(s, n);
-    sala__plan_learn(s, n, done - planned);
+    sala__plan_learn(s, p.rows.count, done - planned);
     for (int i = 0; i < n && code == 0; i++) {
         active[i]->decode_bytes += bytes;
         active[i]->counted.draft_seconds += planned - start;

@@ -39,6 +39,8 @@ static int walk_step(walk *w) {
     if (w->r.chosen >= w->r.max_tokens) return 0;
     w->q.stored = (int32_t)w->q.token_count - 1;
     w->q.root = w->q.tokens[w->q.stored];
+    int64_t left = w->r.max_tokens - w->r.chosen;
+    w->r.spec.deepest = (int32_t)(left < SALA_MAX_PATH ? left : SALA_MAX_PATH) - 1;
     if (sala__plan_trees(&w->s, &active, 1, 32, &err) < 0) die("a plan", err.text);
     const sala_tree *t = &w->r.spec.tree;
     int at = 0, given = 0, next = 0;

@@ -70,6 +70,7 @@ typedef struct bench_shape { // one distinct matrix product of a forward pass
 typedef struct bench {
     int64_t prompt, gen, parallel, repeat;
     int gemm, roofline, sampled, fill, chains, kernels;
+    int32_t *force;   // --chains: the output
     const char *text; // file to encode
     sala *engine;
     bench_shape shapes[BENCH_SHAPES];
@@ -129,20 +130,6 @@ static double bench_median(const double *x, int n) {
     return n ? (sorted[(n - 1) / 2] + sorted[n / 2]) / 2 : 0;
 }
 
-// --chains: the request is cancelled when its passes have run. Returns an exit code.
-static int bench_chain_rate(bench *b, double begin) {
-    sala_error err;
-    sala_event e;
-    if (bench_chains(b->engine, b->gen, &err) < 0) return cli_fail(CLI_FAILED, "%s", err.text);
-    b->prefill[b->done] = (double)(b->gen * SALA_MAX_PATH) / (cli_now() - begin);
-    int code = sala_cancel(b->engine, b->engine->requests->id, &err);
-    while (code == 0 && b->engine->requests) {
-        code = sala_step(b->engine, &err) < 0;
-        while (sala_next_event(b->engine, &e)) continue;
-    }
-    return code ? cli_fail(CLI_FAILED, "%s", err.text) : CLI_OK;
-}
-
 // All sequences once; the rates of the whole batch. Returns an exit code.
 static int bench_once(bench *b, const int32_t *tokens) {
     sala_error err;
@@ -156,6 +143,8 @@ static int bench_once(bench *b, const int32_t *tokens) {
         ask.token_count = b->prompt;
         ask.max_tokens = b->gen * (b->chains ? SALA_MAX_PATH : 1) + 1; // the first: from prefill
         ask.ignore_eos = 1;
+        ask.force = b->force;
+        ask.force_count = b->force ? ask.max_tokens : 0;
         if (b->sampled) {
             ask.temperature = 0.8f;
             ask.top_p = 0.95f;
@@ -166,7 +155,7 @@ static int bench_once(bench *b, const int32_t *tokens) {
     if (b->fill) {
         if (bench_skip_prompt(b->engine, &err) < 0) return cli_fail(CLI_FAILED, "%s", err.text);
         prompt_end = begin = cli_now();
-        if (b->chains) return bench_chain_rate(b, begin);
+        if (b->chains) b->engine->plant = bench_plant_chains;
     }
     while ((step = sala_step(b->engine, &err)) > 0) {
         int decoding = 1;
@@ -254,7 +243,7 @@ static void bench_print(const bench *b, int json) {
                100 * (taken / (double)i.total_bytes - 1));
     if (b->chains) {
         printf("chains   of %d tokens behind %lld: %.1f t/s, %.3f ms a pass\n", SALA_MAX_PATH,
-               (long long)b->prompt, prefill, 1e3 * SALA_MAX_PATH / prefill);
+               (long long)b->prompt, decode, 1e3 * SALA_MAX_PATH * (double)b->parallel / decode);
         return;
     }
     if (b->fill)
@@ -312,6 +301,9 @@ static int bench_run(bench *b, cli_args *a) {
     uint32_t vocab = (uint32_t)b->engine->config.dims.vocab;
     for (int64_t i = 0; i < b->prompt; i++)
         tokens[i] = (int32_t)((uint32_t)(i + 1) * 2654435761u / 65536 % vocab);
+    int64_t forced = b->chains ? b->gen * SALA_MAX_PATH + 1 : 0;
+    if (forced) b->force = (int32_t *)cli_resize(NULL, (size_t)forced * sizeof *tokens);
+    for (int64_t i = 0; i < forced; i++) b->force[i] = tokens[i % b->prompt];
     bench_find_shapes(b);
     b->blas_rows =
         (int)(b->prompt < b->engine->options.chunk ? b->prompt : b->engine->options.chunk);
@@ -349,6 +341,7 @@ static int bench_run(bench *b, cli_args *a) {
     }
     roofline_blas_close(&b->blas);
     free(b->buffer);
+    free(b->force);
     free(tokens);
     return code;
 }
@@ -383,8 +376,8 @@ static int sala_bench(int argc, char **argv) {
         id = -1;
         break;
     }
-    if (id == 0 && b->chains && (!b->fill || b->parallel > 1))
-        a.code = cli_fail(id = CLI_USAGE, "--chains goes with --fill (on a GPU) and --parallel 1");
+    if (id == 0 && b->chains && !b->fill)
+        a.code = cli_fail(id = CLI_USAGE, "--chains goes with --fill (on a GPU)");
     if (id == 0) {
         int64_t need = b->prompt + b->gen * (b->chains ? SALA_MAX_PATH : 1) + 1;
         if (!a.options.context) a.options.context = need;

@@ -37,30 +37,20 @@ static int bench_skip_prompt(sala *s, sala_error *err) {
     return code;
 }
 
-// `count` verify passes over chains of SALA_MAX_PATH nodes that are accepted whole, each with the
-// choice of its tokens: what a draft that is always right would cost.
-static int bench_chains(sala *s, int64_t count, sala_error *err) {
-    sala__request *r = s->requests;
-    sala__sequence *q = &s->sequences[r->slot];
-    int code = sala__cuda_enter(&s->gpu.cuda, err);
-    if (code < 0) return code;
-    sala__step_layout(s, s->plan.node_rows);
-    for (int64_t n = 0; n < count && code == 0; n++) {
-        sala_seq seq = {r->slot, 0, SALA_MAX_PATH, q->stored, 0, q->pending, sala__pages_of(s, q)};
-        sala__pass p;
-        memset(&p, 0, sizeof p);
-        s->seqs[0] = seq;
-        for (int i = 0; i < SALA_MAX_PATH; i++) {
-            sala__row(s, i, 0, r->tokens[(n + i) % r->token_count], q->stored + i);
-            for (int j = 0; j <= i; j++) s->paths[i * SALA_MAX_PATH + j] = j;
-            sala__set_sampling(s, r, i, q->stored + i + 1);
+// Chains of the tokens that are forced anyway, so that all of them are accepted: what a draft that is
+// always right would cost.
+static void bench_plant_chains(sala *s, sala__request **active, int count, int rows) {
+    (void)s;
+    for (int i = 0; i < count && rows >= count * SALA_MAX_PATH; i++) {
+        const sala__request *r = active[i];
+        sala_tree *t = &active[i]->spec.tree;
+        for (int n = 1; n <= r->spec.deepest && r->chosen - 1 + n < r->force_count; n++) {
+            t->token[n] = r->force[r->chosen - 1 + n];
+            t->parent[n] = n - 1;
+            t->depth[n] = n;
+            t->count = n + 1;
         }
-        p.rows = sala__rows(s, SALA_MAX_PATH, 1, 1);
-        p.logits_rows = SALA_MAX_PATH;
-        code = sala__run_pass(s, &p, err);
     }
-    sala__cuda_leave(&s->gpu.cuda);
-    return code;
 }
 
 // Bytes of device memory that are gone since the engine asked how much was free; 0: not known.
@@ -255,6 +245,7 @@ static void bench_kernels(sala *s, const char *title) {
     p.on_device = (const sala_rows *)sala__step_at(s, s->step_rows);
     p.bucket = g->rows;
     p.logits_rows = p.rows.count;
+    sala__place_results(s, &p);
     if (sala__cuda_enter(&g->cuda, NULL) < 0) return;
     printf("%s, %d rows of %d sequences\n%-20s %9s %11s %11s\n", title, p.rows.count,
            p.rows.seq_count, "kernel alone", "launches", "us a step", "us each");
