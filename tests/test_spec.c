@@ -459,6 +459,7 @@ static int read_prompts(sala *engine, prompt out[PROMPTS]) {
     sala_error err;
     char *line = (char *)need(malloc(65536));
     int n = 0;
+    memset(out, 0, PROMPTS * sizeof *out);
     if (!f) die("spec_prompts.jsonl", "is missing");
     for (; n < PROMPTS && fgets(line, 65536, f); n++) {
         sala__json j;
@@ -517,8 +518,106 @@ static void test_chains_of_sala_tiny(void) {
     session_close(&t);
 }
 
+// ---- the same text, whatever is drafted ----
+
+enum { STREAMS = 5, STREAM_TOKENS = 90 };
+
+// Greedy and sampled, with penalties, a stop string, log-probabilities; texts that repeat themselves and one
+// that does not; and a second turn of the first.
+static void ask_streams(session *t, const prompt *prompts, const outcome *truth) {
+    static const int which[STREAMS] = {8, 12, 16, 0, 9};
+    for (int i = 0; i < STREAMS; i++) {
+        sala_request r =
+            request_of(prompts[which[i]].tokens, prompts[which[i]].count, STREAM_TOKENS + 7 * i);
+        static const char *const stop[] = {"the en"};
+        if (i % 2) request_sampled(&r, (uint64_t)i);
+        if (i == 1) r.repetition_penalty = 1.1f, r.frequency_penalty = 0.2f;
+        if (i == 2) r.logprobs = 3;
+        if (i == 3) r.stop = stop, r.stop_count = 1;
+        r.keep = i == 0;
+        if (truth) r.guess = truth[i].tokens, r.guess_count = truth[i].count;
+        session_ask(t, &r);
+        for (int k = 0; k < 3 * i; k++) session_step(t); // the load changes
+    }
+    session_run(t);
+    sala_request r = request_of(prompts[13].tokens, prompts[13].count, STREAM_TOKENS);
+    r.sequence = t->out[0].sequence;
+    if (truth) r.guess = truth[STREAMS].tokens, r.guess_count = truth[STREAMS].count;
+    session_do(t, &r);
+}
+
+static void check_counts(const outcome *x, const char *what, int64_t drafted[3]) {
+    const sala_timings *c = &x->timings;
+    int64_t tokens = 1; // the first one comes from the prompt's pass
+    for (int k = 0; k < 3; k++) {
+        tokens += c->verify_tokens[k];
+        drafted[k] += c->verifies[k];
+        CHECK(c->offered[k][0] == c->verifies[k] && c->accepted[k][0] == c->verifies[k],
+              "%s: %lld roots of %lld verifies", what, (long long)c->offered[k][0],
+              (long long)c->verifies[k]);
+        for (int d = 1; d < SALA_DEPTHS; d++)
+            CHECK(c->accepted[k][d] <= c->offered[k][d] &&
+                      c->offered[k][d] <= c->accepted[k][d - 1],
+                  "%s: source %d, depth %d: %lld of %lld", what, k, d, (long long)c->accepted[k][d],
+                  (long long)c->offered[k][d]);
+    }
+    CHECK(tokens == x->count, "%s: %lld tokens of %lld were counted", what, (long long)tokens,
+          (long long)x->count);
+}
+
+static void test_same_text(void) {
+    static const char *const settings[][3] = {
+        // spec, spec_test, spec_tree
+        {"off", NULL, NULL},
+        {"auto", NULL, NULL},
+        {"ngram", NULL, NULL},
+        {"auto", "oracle:70", NULL},
+        {"eagle", "oracle", NULL},
+        {"eagle", "oracle:80", "15,4,32"},
+        {"eagle", "oracle:50", "3,1,4"},
+        {"eagle", "random", "7,2,15"},
+        {"eagle", "adversarial", "5,2,11"},
+        {"eagle", "adversarial", "15,1,16"},
+    };
+    prompt prompts[PROMPTS];
+    session truth;
+    memset(&truth, 0, sizeof truth);
+    for (size_t k = 0; k < sizeof settings / sizeof *settings; k++) {
+        sala_options o = small_options(512, 0);
+        char name[64];
+        int64_t drafted[3] = {0, 0, 0};
+        o.spec = settings[k][0];
+        o.spec_test = settings[k][1];
+        o.spec_tree = settings[k][2];
+        snprintf(name, sizeof name, "%s %s %s", o.spec, o.spec_test ? o.spec_test : "",
+                 o.spec_tree ? o.spec_tree : "");
+        session t = session_open(SALA_TINY, &o);
+        if (!k) read_prompts(t.engine, prompts);
+        ask_streams(&t, prompts, k ? truth.out : NULL);
+        for (int i = 0; i <= STREAMS; i++) {
+            check_counts(&t.out[i], name, drafted);
+            if (k)
+                CHECK(same_choices(&t.out[i], &truth.out[i]), "%s: request %d gives another text",
+                      name, i);
+        }
+        CHECK((drafted[1] > 0) == (k && !o.spec_test), "%s: %lld chains", name,
+              (long long)drafted[1]);
+        CHECK((drafted[2] > 0) == (o.spec_test != NULL), "%s: %lld trees", name,
+              (long long)drafted[2]);
+        CHECK((strstr(t.info.spec, "off") != NULL) == !k, "%s", t.info.spec);
+        if (k)
+            session_close(&t);
+        else
+            truth = t;
+    }
+    for (int i = 0; i < PROMPTS && prompts[i].tokens; i++)
+        sala_free(truth.engine, prompts[i].tokens);
+    session_close(&truth);
+}
+
 TEST_MAIN(TEST(test_ngrams_against_brute_force), TEST(test_chain_repeats_a_period),
           TEST(test_chain_lengths), TEST(test_streaks), TEST(test_refuted_chains_stop),
           TEST(test_levels_by_load), TEST(test_levels_by_measurement),
           TEST(test_chains_by_measurement), TEST(test_means), TEST(test_drafts_of_tests),
-          TEST(test_fallback), TEST(test_settings), TEST(test_chains_of_sala_tiny))
+          TEST(test_fallback), TEST(test_settings), TEST(test_chains_of_sala_tiny),
+          TEST(test_same_text))
