@@ -78,6 +78,7 @@ static sala_sampling sample_settings(sala__sampler *s, int32_t vocab, uint64_t *
     d.frequency = sample_below(2) ? 0 : 2 * check_uniform();
     d.penalties = sample_below(2);
     d.biased = sample_below(3) == 0;
+    d.forced = sample_below(5) ? -1 : sample_below(vocab);
     s->seed = check_random() >> sample_below(64);
     *at = check_random() >> (1 + sample_below(63));
     d.random = sala_random(s->seed, *at);
@@ -168,6 +169,7 @@ static void sample_pass_far(sample_pass *p) {
         d->min_p_log = s->min_p_log = -INFINITY;
         d->top_k = s->top_k = sample_below(2) * (p->vocab - 1);
         d->penalties = d->biased = 0;
+        d->forced = -1;
         s->biases = NULL;
         s->counts = NULL;
         while ((d->random = sala_random(s->seed, p->at[r])) < (uint64_t)0xFFFFF << 44) p->at[r]++;
@@ -186,6 +188,7 @@ static void sample_pass_check(const sample_pass *p, const int32_t *got) {
         int32_t want =
             sala__sample(&p->sampler[r], p->logits + (size_t)r * (size_t)p->vocab,
                          (int64_t)p->at[r], ahead, d->ahead, p->scratch, NULL, NULL, NULL);
+        if (want >= 0 && d->forced >= 0) want = d->forced;
         if (d->slot < 0) want = -1;
         CHECK(
             got[r] == want,
@@ -277,6 +280,87 @@ static void sample_73448(void) {
 
 static void sample_far_tail(void) {
     sample_passes(3000, 4, 1);
+}
+
+// ---- accept ----
+
+enum { ACCEPT_SEQS = 5, ACCEPT_ROWS = ACCEPT_SEQS * SALA_MAX_NODES };
+
+typedef struct accept_pass { // one launch, on the host
+    sala_seq seq[ACCEPT_SEQS];
+    int32_t token[ACCEPT_ROWS], position[ACCEPT_ROWS], of[ACCEPT_ROWS];
+    int32_t path[ACCEPT_ROWS * SALA_MAX_PATH], chosen[ACCEPT_ROWS];
+    int32_t result[ACCEPT_SEQS * (1 + SALA_MAX_PATH)]; // accepted, accepted_rows
+} accept_pass;
+
+// A tree of `count` rows from row `first` on; mostly the token that is chosen at a row is that of a child.
+static void accept_tree(accept_pass *p, int i, int first, int count) {
+    sala_seq *s = &p->seq[i];
+    int shape = sample_below(3), luck = sample_below(2) ? 3 : 60;
+    s->first_row = first, s->rows = count, s->stored = 30 * i;
+    for (int n = 0; n < count; n++) {
+        int r = first + n, parent = shape == 0   ? n - 1
+                                    : shape == 1 ? n / 2
+                                                 : sample_below(n ? n : 1);
+        while (n && p->position[first + parent] - s->stored == SALA_MAX_PATH - 1)
+            parent =
+                p->path[(first + parent) * SALA_MAX_PATH + sample_below(SALA_MAX_PATH - 1)] - first;
+        int depth = n ? p->position[first + parent] - s->stored + 1 : 0;
+        int32_t *path = p->path + r * SALA_MAX_PATH;
+        if (n) memcpy(path, p->path + (first + parent) * SALA_MAX_PATH, (size_t)depth * 4);
+        path[depth] = r;
+        p->of[r] = i;
+        p->position[r] = s->stored + depth;
+        p->token[r] = n; // in all sequences the same, but siblings differ
+        p->chosen[r] = sample_below(8) ? sample_below(SALA_MAX_NODES) : -1;
+        if (n && sample_below(luck)) p->chosen[first + parent] = n;
+    }
+}
+
+// `seqs` sequences in a pass, of as many nodes as there can be, or fewer.
+static void accept_once(accept_pass *p, int seqs, int most) {
+    int total = 0;
+    memset(p, 0, sizeof *p);
+    for (int i = 0; i < seqs; i++) {
+        int count = most ? SALA_MAX_NODES : 1 + sample_below(SALA_MAX_NODES);
+        accept_tree(p, i, total, count);
+        total += count;
+    }
+    sala_rows rows = {total, seqs, 1, p->seq, p->token, p->position, p->of, p->path}, there = rows;
+    sala_accept_args a = {&rows, p->chosen, p->result, p->result + ACCEPT_SEQS}, d;
+    memset(p->result, 0xFF, sizeof p->result);
+    sala__op_accept(NULL, &a);
+    there.seqs = (const sala_seq *)on_device(p->seq, sizeof p->seq);
+    there.token = (const int32_t *)on_device(p->token, sizeof p->token);
+    there.position = (const int32_t *)on_device(p->position, sizeof p->position);
+    there.seq = (const int32_t *)on_device(p->of, sizeof p->of);
+    there.path = (const int32_t *)on_device(p->path, sizeof p->path);
+    d.rows = (const sala_rows *)on_device(&there, sizeof there);
+    d.chosen = (const int32_t *)on_device(p->chosen, sizeof p->chosen);
+    d.accepted = (int32_t *)on_device(NULL, sizeof p->result);
+    d.accepted_rows = d.accepted + ACCEPT_SEQS;
+    gpu->seqs = ACCEPT_SEQS; // some are padding
+    sala__launch_accept(gpu, &d);
+    device_sync();
+    int32_t got[ACCEPT_SEQS * (1 + SALA_MAX_PATH)];
+    from_device(got, d.accepted, sizeof got);
+    CHECK(memcmp(got, p->result, sizeof got) == 0, "%d sequences: the device takes other paths",
+          seqs);
+}
+
+static void sample_accept(void) {
+    sala_dims m = sample_dims();
+    accept_pass *p = (accept_pass *)sample_memory(1, sizeof *p);
+    int lengths[SALA_MAX_PATH + 1] = {0};
+    check_seed = 71;
+    device_open(&m);
+    for (int i = 0; i < 100; i++) {
+        accept_once(p, 1 + i % ACCEPT_SEQS, i % 4 == 0);
+        for (int k = 0; k <= i % ACCEPT_SEQS; k++) lengths[p->result[k]]++;
+    }
+    for (int n = 1; n <= SALA_MAX_PATH; n++) CHECK(lengths[n] > 0, "no path of %d", n);
+    free(p);
+    device_close();
 }
 
 // ---- pack, fill ----
@@ -431,5 +515,5 @@ static void sample_fill_weights(void) {
 
 #define SAMPLE_TESTS                                                                               \
     TEST(sample_small_vocabularies), TEST(sample_tiles), TEST(sample_1023), TEST(sample_2048),     \
-        TEST(sample_5000), TEST(sample_73448), TEST(sample_far_tail), TEST(sample_pack),           \
-        TEST(sample_pack_both_halves), TEST(sample_fill_weights)
+        TEST(sample_5000), TEST(sample_73448), TEST(sample_far_tail), TEST(sample_accept),         \
+        TEST(sample_pack), TEST(sample_pack_both_halves), TEST(sample_fill_weights)

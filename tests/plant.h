@@ -116,21 +116,107 @@ HELPER void plant_same(session *t, session *truth, int i, int64_t prompt) {
         CHECK(!a->seen[p], "request %d: a row of position %lld, beyond the end", i, (long long)p);
 }
 
-// Sums over all requests of the session.
-HELPER sala_timings plant_sums(const session *t) {
-    sala_timings sum;
-    memset(&sum, 0, sizeof sum);
+// What happened to trees, summed up over sources and requests.
+HELPER void plant_sums(const session *t, sala_timings *sum) {
     for (int i = 0; i < t->count; i++)
         for (int k = 0; k < 3; k++) {
             const sala_timings *of = &t->out[i].timings;
-            sum.verifies[0] += of->verifies[k];
-            sum.verify_tokens[0] += of->verify_tokens[k];
+            sum->verifies[0] += of->verifies[k];
+            sum->verify_tokens[0] += of->verify_tokens[k];
             for (int d = 0; d < SALA_DEPTHS; d++) {
-                sum.offered[0][d] += of->offered[k][d];
-                sum.accepted[0][d] += of->accepted[k][d];
+                sum->offered[0][d] += of->offered[k][d];
+                sum->accepted[0][d] += of->accepted[k][d];
             }
         }
-    return sum;
+}
+
+// ---- a crowd of requests, plainly and with trees ----
+
+typedef struct plant_case {
+    const char *path, *device;
+    int dense_len;
+    const int *lengths; // [count] of prompts
+    int count, sequences, output, mode, most;
+    void (*after_step)(sala *engine);
+} plant_case;
+
+enum { PLANT_PROMPT = 2048 };
+static int32_t plant_tokens[PLANT_PROMPT];
+
+// Request i of a crowd: every way to choose tokens.
+HELPER sala_request plant_request(const plant_case *c, int i, int output) {
+    static const sala_bias biases[] = {{17, 1.5f}, {33, -2}, {60, -INFINITY}};
+    sala_request r =
+        request_of(plant_tokens + 7 * (i % 40), c->lengths[i % c->count], output - i % 7);
+    r.logprobs = i % 3 ? 0 : 1 + i % 5;
+    r.want_rows = i % 2 ? SALA_ROWS_GENERATED : 0;
+    r.want_trees = i % 2;
+    if (i % 4) request_sampled(&r, 100 + (uint64_t)i);
+    if (i % 4 == 2) r.top_p = 0.7f, r.top_k = 30;
+    if (i % 5 == 1) r.repetition_penalty = 1.3f;
+    if (i % 5 == 2) r.frequency_penalty = 0.4f, r.presence_penalty = 0.3f;
+    if (i % 6 == 3) r.biases = biases, r.bias_count = 3;
+    if (i % 7 == 4) r.force = plant_tokens + 500 + i, r.force_count = output > 9 ? 9 : 2;
+    r.keep = 1;
+    return r;
+}
+
+HELPER session plant_engine(const plant_case *c, int off) {
+    sala_options o = small_options(256, 64);
+    o.device = c->device;
+    o.max_sequences = c->sequences;
+    o.hidden_states = !c->device; // on a GPU they would go without graphs
+    o.dense_len = c->dense_len;
+    o.kv_tokens = (int64_t)(c->sequences + 1) * o.context;
+    o.spec = off ? "off" : NULL;
+    return session_open(c->path, &o);
+}
+
+// One request for each of `n` kept sequences (turn 1), or that begin (turn 0), in both engines.
+HELPER void plant_turn(session *a, session *b, const plant_case *c, int first, int n, int turn) {
+    int64_t from[16] = {0};
+    for (int i = 0; i < n; i++) {
+        sala_request r = plant_request(c, first + i, turn ? 6 : c->output);
+        int64_t other = 0;
+        if (turn) {
+            r.sequence = a->out[a->count - n].sequence;
+            other = b->out[b->count - n].sequence;
+            from[i] = sequence_of(a, r.sequence)->stored + 1;
+            r.keep = 0;
+            r.token_count = 5 + i;
+        }
+        from[i] += r.token_count;
+        session_ask(a, &r);
+        r.sequence = other;
+        session_ask(b, &r);
+    }
+    session_run(a);
+    plant_run(b, a, c->mode, c->most);
+    for (int i = 0; i < n; i++) {
+        int at = a->count - n + i;
+        plant_same(b, a, at, from[i]);
+        if (turn || c->device) continue;
+        memory x = memory_of(a, a->out[at].sequence), y = memory_of(b, b->out[at].sequence);
+        CHECK(memory_same(&x, &y), "request %d: the memory differs", at);
+        free(x.data);
+        free(y.data);
+    }
+}
+
+// The crowd in two engines. Each sequence goes on with a second request, whose prompt is prefilled on what the first
+// one left. What happened to trees is added to `sum`.
+HELPER void plant_compare(const plant_case *c, sala_timings *sum) {
+    random_tokens(plant_tokens, PLANT_PROMPT, c->device ? 2000 : 97);
+    session a = plant_engine(c, 1), b = plant_engine(c, 0);
+    b.after_step = c->after_step;
+    for (int first = 0; first < c->count; first += c->sequences) {
+        int n = c->count - first < c->sequences ? c->count - first : c->sequences;
+        plant_turn(&a, &b, c, first, n, 0);
+        plant_turn(&a, &b, c, first, n, 1);
+    }
+    plant_sums(&b, sum);
+    session_close(&a);
+    session_close(&b);
 }
 
 #endif

@@ -6,6 +6,7 @@
 #include "check.h"
 #include "device.h"
 #include "model.h"
+#include "plant.h"
 #include "quant_files.h"
 #include <dirent.h>
 
@@ -434,6 +435,35 @@ static void test_logprobs_and_force(void) {
     session_close(&c);
 }
 
+// ---- speculation ----
+
+// Trees of all kinds, in graphs: what comes out is what comes out without.
+static void test_planted_trees(void) {
+    static const int lengths[] = {9,   14,  15,  16,  28,  31,  45,  50,  62,  64,  70,  100,
+                                  126, 127, 128, 333, 495, 500, 505, 511, 512, 760, 767, 768};
+    sala_timings sum;
+    memset(&sum, 0, sizeof sum);
+    check_seed = 402;
+    plant.trees = 0;
+    for (int mode = quick ? PLANT_MIXED : 0; mode <= (quick ? PLANT_MIXED : PLANT_CHAIN); mode++) {
+        plant_case c = {SALA_TINY,
+                        cuda_name(),
+                        0,
+                        lengths,
+                        quick ? 3 : 24,
+                        quick ? 3 : 1 + (3 * mode + 2) % 8,
+                        quick ? 22 : 150,
+                        mode,
+                        quick ? 9 : 32,
+                        NULL};
+        plant_compare(&c, &sum);
+        printf("      mode %d: %.2f tokens a verify, %lld trees\n", mode,
+               (double)sum.verify_tokens[0] / (double)sum.verifies[0], (long long)plant.trees);
+    }
+    for (int d = 1; d < (quick ? 2 : SALA_DEPTHS); d++)
+        CHECK(sum.accepted[0][d] > 0 && sum.accepted[0][d] < sum.offered[0][d], "depth %d", d);
+}
+
 // ---- many sequences, several engines, what cannot be ----
 
 static void test_two_engines(void) {
@@ -605,6 +635,7 @@ int main(int argc, char **argv) {
                                         TEST(test_draft_head),
                                         TEST(test_sampling),
                                         TEST(test_logprobs_and_force),
+                                        TEST(test_planted_trees),
                                         TEST(test_two_engines),
                                         TEST(test_refusals),
                                         TEST(test_far_pages)}; // the last: not on the simulator
