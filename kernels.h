@@ -685,15 +685,16 @@ typedef struct sala_draft_store_args {
 // depth-1, has the `topk` best candidates that the step before it made, the best first. Each row makes
 // `topk` candidates. Rows of all steps are numbered together, see sala_growth_row.
 typedef struct sala_growth {
-    int32_t seqs, topk, depth, nodes; // nodes: of a tree, root included
-    int32_t first;                    // row of step 1
-    int32_t *token;                   // [rows]
-    int32_t *parent;                  // [rows] row that made it a candidate
-    int32_t *flat;                    // [rows] its number among all candidates of its sequence
-    float *score;                     // [rows] log of the probability of its path
-    int32_t *path;                    // [rows, SALA_MAX_PATH] rows of step 1 .. its own
-    int32_t *best_token;              // [rows, topk] candidates: the target's ids, -1: none
-    float *best_score;                // [rows, topk] log of the probability
+    int32_t seqs, topk, depth;
+    int32_t first;        // row of step 1
+    const int32_t *limit; // [seqs, 2] depth and nodes (root included) of each tree
+    int32_t *token;       // [rows]
+    int32_t *parent;      // [rows] row that made it a candidate
+    int32_t *flat;        // [rows] its number among all candidates of its sequence
+    float *score;         // [rows] log of the probability of its path
+    int32_t *path;        // [rows, SALA_MAX_PATH] rows of step 1 .. its own
+    int32_t *best_token;  // [rows, topk] candidates: the target's ids, -1: none
+    float *best_score;    // [rows, topk] log of the probability
 } sala_growth;
 
 // Rows of a pass of the head: u = [RMSNorm_in(E[token]); RMSNorm_hid(f)], x = f (+ bias). Step 0: f is
@@ -785,6 +786,13 @@ SALA_FN int32_t sala_growth_step(const sala_growth *g, int32_t flat) { // that m
 
 SALA_FN int32_t sala_growth_local(const sala_growth *g, int32_t flat) { // its number in that step
     return flat < g->topk ? flat : (flat - g->topk) % (g->topk * g->topk);
+}
+
+// Score of candidate `flat` of all steps for the tree.
+SALA_FN float sala_growth_last(const sala_growth *g, int32_t seq, int32_t flat) {
+    int32_t step = sala_growth_step(g, flat);
+    if (step >= g->limit[2 * seq]) return sala_bits_f32(0xFF800000u);
+    return sala_growth_score(g, step, seq, sala_growth_local(g, flat));
 }
 
 // Node `at` of a tree becomes this candidate; place[flat] is the node of a chosen one.

@@ -5187,12 +5187,10 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     sala_tree *tree = &a.trees[s];
     const float nothing = -__uint_as_float(0x7F800000u);
     score[c] = nothing;
-    if (c < all)
-        score[c] = sala_growth_score(&a.growth, sala_growth_step(&a.growth, c), s,
-                                     sala_growth_local(&a.growth, c));
+    if (c < all) score[c] = sala_growth_last(&a.growth, s, c);
     __syncthreads();
-    chosen[c] =
-        c < all && score[c] > nothing && sala_growth_rank(score, all, c) < a.growth.nodes - 1;
+    chosen[c] = c < all && score[c] > nothing &&
+                sala_growth_rank(score, all, c) < a.growth.limit[2 * s + 1] - 1;
     __syncthreads();
 #pragma unroll 1
     for (int i = 0; i < all; i++) at += i < c ? chosen[i] : 0, count += chosen[i];

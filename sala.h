@@ -7309,7 +7309,7 @@ static void sala__op_capture_row(void *context, int64_t r, int thread) {
     }
     float inverse = sala__rms_inverse(x, a->width, a->eps);
     for (int i = 0; i < a->width; i += 16)
-        sala__store_act16(to + i, sala__normed16(x + i, inverse, &a->norm, i));
+        sala__store_act16(to + i, sala__normed16(x, inverse, &a->norm, i));
 }
 
 static void sala__op_capture(sala__cpu *cpu, const sala_capture_args *a) {
@@ -7369,8 +7369,8 @@ static void sala__op_draft_input_row(void *context, int64_t r, int thread) {
                           sala__load_weight16(a->embed.data, a->embed.format, from + (size_t)i));
     float e = sala__rms_inverse(u, h, a->eps), f = sala__rms_inverse(x, h, a->eps);
     for (int i = 0; i < h; i += 16) {
-        sala__store_act16(u + i, sala__normed16(u + i, e, &a->input_norm, i));
-        sala__store_act16(u + h + i, sala__normed16(x + i, f, &a->hidden_norm, i));
+        sala__store_act16(u + i, sala__normed16(u, e, &a->input_norm, i));
+        sala__store_act16(u + h + i, sala__normed16(x, f, &a->hidden_norm, i));
     }
 }
 
@@ -7423,11 +7423,11 @@ static void sala__op_draft_grow_seq(void *context, int64_t s, int thread) {
     int32_t place[SALA_CANDIDATES], all = sala_growth_all(g);
     (void)thread;
     sala__tree_root(tree, g->token[s]);
-    for (int c = 0; c < all; c++)
-        score[c] = sala_growth_score(g, sala_growth_step(g, c), (int)s, sala_growth_local(g, c));
+    for (int c = 0; c < all; c++) score[c] = sala_growth_last(g, (int)s, c);
     for (int c = 0; c < all; c++) {
         place[c] = -1;
-        if (score[c] == -INFINITY || sala_growth_rank(score, all, c) >= g->nodes - 1) continue;
+        if (score[c] == -INFINITY || sala_growth_rank(score, all, c) >= g->limit[2 * s + 1] - 1)
+            continue;
         place[c] = tree->count++;
         sala_growth_node(g, (int)s, c, place[c], score[c], place, tree);
     }
@@ -9204,12 +9204,12 @@ typedef struct sala__plan {
     int64_t limit;              // bytes that these seven may take
 } sala__plan;
 
-// The draft head's cache of one sequence: pages of 64 tokens, the first page kept as an anchor, then a
-// window. Place u of the cache holds the token at position u + shift, but for the anchor's.
+// The draft head's cache of one sequence: pages of 64 tokens, the first one kept as an anchor, then a
+// window. Keys carry their position; their places only say in which order they stand.
 typedef struct sala__draft_cache {
-    int32_t filled; // tokens in the cache
-    int32_t shift;
-    int32_t debt; // committed tokens whose features wait: the last `debt` of the sequence
+    int32_t place;  // 1 + its place in the head's pools; 0: the head does not know it
+    int32_t filled; // tokens in the pages
+    int32_t seen;   // position of the next one to go there: the features of those behind it wait
 } sala__draft_cache;
 
 // One sequence: what it holds, and where it stands.
@@ -9247,9 +9247,57 @@ typedef struct sala__spec {
     int32_t row[SALA_MAX_NODES]; // of each of its nodes, from the sequence's first row on
 } sala__spec;
 
-#define SALA__DRAFTS 16 // sequences for which the head drafts in one step
-#define SALA__LEVELS 3  // 0: the root alone
-#define SALA__COSTS 16  // kinds of verify passes, by rows
+#define SALA__DRAFTS 16       // sequences for which the head drafts in one step
+#define SALA__DRAFT_BAND 512  // rows of a pass that only fills its cache
+#define SALA__DRAFT_EXTEND 64 // most tokens that a pass which grows trees puts into it
+#define SALA__DRAFT_GRAPHS 48
+#define SALA__DRAFT_VIEWS (2 + SALA_MAX_PATH) // see sala__draft_layout
+
+typedef struct
+    sala__draft_graph { // a recorded pass: of its bucket, of trees of this depth and width
+    int32_t extend, seqs, depth, topk;
+    sala__cu_exec exec;
+} sala__draft_graph;
+
+// What the head works with. Its rows: the last token of each sequence, then others of `extend` that it
+// has not seen, then the nodes of the trees step by step (see sala_growth).
+typedef struct sala__draft {
+    sala__gpu gpu; // its kernels, with its dims; context, stream and memory are the engine's
+    sala__draft_graph graphs[SALA__DRAFT_GRAPHS];
+    int32_t graph_count, graph_next;
+    // the plan
+    int32_t places, seqs, blocks;  // sequences that it knows at once, pages of each
+    int32_t slack;                 // tokens that are dropped together when those are full
+    int32_t topk, step_rows, band; // of a node, of a step of trees, of a pass that only fills
+    int32_t rows, parts;           // of a pass; see sala_attend_args
+    size_t part_rows;              // heads times parts of all rows of a step
+    int64_t kv_bytes;
+    int32_t owner[SALA__DRAFTS]; // of each place: 1 + slot, or 0
+    // pools
+    sala_pages pages;        // k, v [places * blocks, kv_heads, 64, head_dim]
+    int32_t *tables, *table; // [places, blocks] pages of each place; the same there
+    int32_t *slots, *slot;   // [max_sequences] place of each slot or -1; the same there
+    sala_act *debt;          // [places, SALA_DRAFT_DEBT, 3 hidden]
+    // of a pass
+    sala_act *features;      // [plan.rows, 3 hidden] of the target's pass
+    sala_act *g;             // [band, 3 hidden]
+    sala_act *x[2], *u, *y;  // [band or step_rows, hidden], [band, 2 hidden], [step_rows, hidden]
+    sala_act *q, *k, *v, *o; // k, v: of all rows
+    sala_act *ffn, *ffn_up, *branch;
+    float *frequency, *cos_sin, *logits, *partial;
+    int32_t *dense, *arrivals, *top_arrivals; // dense: -1, for all lists of attention
+    sala_top *tops;
+    int32_t *parent, *flat, *path, *best_token; // see sala_growth
+    float *score, *best_score;
+    sala_tree *trees, *trees_out; // [seqs]; on the host
+    char *step, *gpu_step; // what the host says, one block as the loop's; the copy of it there
+    size_t step_bytes;
+    sala_rows *views;
+    sala_seq *last, *grown; // [seqs] of the last tokens, of the trees
+    int32_t *token, *position, *turn, *seq, *from, *limit; // turn: position of RoPE
+} sala__draft;
+#define SALA__LEVELS 3 // 0: the root alone
+#define SALA__COSTS 16 // kinds of verify passes, by rows
 
 typedef struct sala__mean { // of seconds: fading, see sala__mean_add
     double value;
@@ -9314,6 +9362,26 @@ typedef struct sala__event { // what its lists are: offsets until it is handed o
     sala_event event;
     size_t text, top, nodes;
 } sala__event;
+
+typedef struct sala__pass {
+    sala_rows rows;
+    sala__request **requests; // verify: [rows.seq_count] whose trees these are
+    // Verify: what operations find out, in s->chosen; the loop reads it at the same offsets of s->result.
+    int32_t *chosen;            // [bucket] the token that each row chooses
+    int32_t *accepted;          // [bucket] of each sequence
+    int32_t *accepted_rows;     // [bucket, SALA_MAX_PATH] of each sequence
+    const sala_rows *on_device; // the same where the operations read it: on the CPU, `rows` itself
+    sala_act *logits_x;         // [logits_rows, hidden] the rows whose logits are wanted, inside y
+    int32_t logits_first, logits_rows;
+    float *logits;   // [logits_rows, vocab]
+    int show_logits; // GPU, prefill: bring all of them to the host
+    int bucket;      // rows that the linear operations run with: at least rows.count
+    int captures;    // prefill: the draft head wants the features of its rows
+    float *hidden;   // or NULL; element (state l, row r) begins at l * hidden_l + r * hidden_r
+    size_t hidden_l, hidden_r;
+    int32_t *blocks; // or NULL; the same with blocks_l, blocks_r
+    size_t blocks_l, blocks_r;
+} sala__pass;
 
 struct sala {
     sala__env env;
@@ -9387,6 +9455,7 @@ struct sala {
     sala__checkpoint draft_checkpoint;
     sala__weights draft_weights, gpu_draft_weights;
     int64_t gpu_draft_weight_bytes;
+    sala__draft draft;
     sala__policy policy;
     // requests and events
     sala__request *requests;
@@ -9446,7 +9515,7 @@ typedef struct sala__buffer {
     const char *what;
 } sala__buffer;
 
-#define SALA__BUFFERS 60
+#define SALA__BUFFERS 110
 
 static int sala__buffer_used(const sala *s, const sala__buffer *b) {
     return b->count && b->place != (s->on_gpu ? SALA__CPU : SALA__GPU);
@@ -9457,6 +9526,93 @@ static int sala__buffer_on_gpu(const sala *s, const sala__buffer *b) {
 }
 
 static size_t sala__step_layout(sala *s, int rows);
+static size_t sala__draft_layout(sala *s, int rows, int seqs);
+
+// Sizes of the draft head's buffers.
+static void sala__draft_measure(sala *s) {
+    const sala_dims *m = &s->draft_config.dims;
+    const sala_options *o = &s->options;
+    sala__draft *d = &s->draft;
+    int64_t window = o->draft_window ? o->draft_window : 32768, act = sizeof(sala_act);
+    int64_t context = (o->context + 63) / 64;
+    if (!s->has_draft) return;
+    d->topk = 2;
+    if (o->spec_tree) sscanf(o->spec_tree, "%*d,%d", &d->topk);
+    if (d->topk < 1 || d->topk > SALA_MAX_TOPK) d->topk = SALA_MAX_TOPK;
+    d->places = o->max_sequences < SALA__DRAFTS ? o->max_sequences : SALA__DRAFTS;
+    d->slack = window < 4096 ? (int32_t)window / 64 * 64 : 4096;
+    d->blocks = (int32_t)(1 + window / 64 + d->slack / 64);
+    if (d->blocks > context + 1) d->blocks = (int32_t)context + 1;
+    for (d->seqs = 1; d->seqs < d->places;) d->seqs *= 2; // of the largest bucket
+    d->step_rows = d->seqs * d->topk;
+    d->band = s->plan.rows < SALA__DRAFT_BAND ? s->plan.rows : SALA__DRAFT_BAND;
+    d->band = sala__max(d->band, SALA__DRAFT_EXTEND);
+    d->rows = sala__max(d->band, SALA__DRAFT_EXTEND + (SALA_MAX_PATH - 2) * d->step_rows);
+    d->parts = (d->blocks + 1 + SALA_ATTEND_PART) / SALA_ATTEND_PART;
+    d->part_rows = (size_t)d->step_rows * (size_t)d->parts * (size_t)m->heads;
+    d->kv_bytes = (int64_t)d->places * act *
+                  ((int64_t)d->blocks * 64 * 2 * m->kv_heads * m->head_dim +
+                   (int64_t)SALA_DRAFT_DEBT * 3 * m->hidden);
+}
+
+// Its part of the table below.
+static int sala__draft_buffers(sala *s, sala__buffer *b) {
+    const sala_dims *m = &s->draft_config.dims;
+    sala__draft *d = &s->draft;
+    size_t act = sizeof(sala_act), hidden = (size_t)m->hidden, band = (size_t)d->band,
+           step = (size_t)d->step_rows, rows = (size_t)d->rows, places = (size_t)d->places,
+           slots = (size_t)s->options.max_sequences, ffn = (size_t)m->ffn;
+    size_t kv = (size_t)m->kv_heads * (size_t)m->head_dim, topk = (size_t)d->topk,
+           q = (size_t)m->heads * (size_t)m->head_dim, pages = places * (size_t)d->blocks,
+           vocab = (size_t)s->draft_config.draft_vocab;
+    size_t wide = step > SALA__DRAFT_EXTEND ? step : SALA__DRAFT_EXTEND;
+    size_t splits = (size_t)sala__max(sala_gemm_splits(m->hidden, m->ffn),
+                                      sala_gemm_splits(m->hidden, m->heads * m->head_dim));
+    const sala__buffer table[] = {
+        {(void **)&d->pages.k, pages * 64 * kv, act, SALA__DEVICE, "the draft head's cache"},
+        {(void **)&d->pages.v, pages * 64 * kv, act, SALA__DEVICE, "the draft head's cache"},
+        {(void **)&d->debt, places * SALA_DRAFT_DEBT * 3 * hidden, act, SALA__DEVICE,
+         "the draft head's features"},
+        {(void **)&d->tables, pages, 4, SALA__HOST, "page tables"},
+        {(void **)&d->table, pages, 4, SALA__GPU, "page tables"},
+        {(void **)&d->slots, slots, 4, SALA__HOST, "page tables"},
+        {(void **)&d->slot, slots, 4, SALA__GPU, "page tables"},
+        {(void **)&d->features, (size_t)s->plan.rows * 3 * hidden, act, SALA__DEVICE, "features"},
+        {(void **)&d->g, band * 3 * hidden, act, SALA__DEVICE, "features"},
+        {(void **)&d->x[0], band * hidden, act, SALA__DEVICE, "activations"},
+        {(void **)&d->x[1], step * hidden, act, SALA__DEVICE, "activations"},
+        {(void **)&d->u, band * 2 * hidden, act, SALA__DEVICE, "activations"},
+        {(void **)&d->y, step * hidden, act, SALA__DEVICE, "activations"},
+        {(void **)&d->q, wide * q, act, SALA__DEVICE, "activations"},
+        {(void **)&d->o, step * q, act, SALA__DEVICE, "activations"},
+        {(void **)&d->k, rows * kv, act, SALA__DEVICE, "activations"},
+        {(void **)&d->v, rows * kv, act, SALA__DEVICE, "activations"},
+        {(void **)&d->ffn, step * ffn, act, SALA__DEVICE, "activations"},
+        {(void **)&d->ffn_up, step * ffn, act, SALA__CPU, "activations"},
+        {(void **)&d->branch, step * hidden, act, SALA__CPU, "activations"},
+        {(void **)&d->frequency, (size_t)m->head_dim / 2, 4, SALA__DEVICE, "rotary tables"},
+        {(void **)&d->cos_sin, rows * (size_t)m->head_dim, 4, SALA__DEVICE, "rotary tables"},
+        {(void **)&d->logits, step * vocab, 4, SALA__DEVICE, "logits"},
+        {(void **)&d->partial, splits * step * hidden, 4, SALA__GPU, "partial sums"},
+        {(void **)&d->dense, step * (size_t)m->kv_heads, 4, SALA__DEVICE, "block lists"},
+        {(void **)&d->arrivals, 2, 4, SALA__GPU, "counters"},
+        {(void **)&d->top_arrivals, step, 4, SALA__GPU, "counters"},
+        {(void **)&d->tops, step * (vocab / SALA_TOP_TILE + 1), sizeof(sala_top), SALA__GPU,
+         "candidates"},
+        {(void **)&d->parent, rows, 4, SALA__DEVICE, "trees"},
+        {(void **)&d->flat, rows, 4, SALA__DEVICE, "trees"},
+        {(void **)&d->path, rows * SALA_MAX_PATH, 4, SALA__DEVICE, "trees"},
+        {(void **)&d->score, rows, 4, SALA__DEVICE, "trees"},
+        {(void **)&d->best_token, rows * topk, 4, SALA__DEVICE, "candidates"},
+        {(void **)&d->best_score, rows * topk, 4, SALA__DEVICE, "candidates"},
+        {(void **)&d->trees, (size_t)d->seqs, sizeof(sala_tree), SALA__DEVICE, "trees"},
+        {(void **)&d->step, sala__draft_layout(s, d->rows, d->seqs), 1, SALA__CPU, "rows"},
+        {(void **)&d->gpu_step, sala__draft_layout(s, d->rows, d->seqs), 1, SALA__GPU, "rows"},
+    };
+    if (!s->has_draft) return 0;
+    memcpy(b, table, sizeof table);
+    return (int)(sizeof table / sizeof table[0]);
+}
 
 static int sala__buffers(sala *s, sala__buffer *b) {
     const sala_dims *m = &s->config.dims;
@@ -9472,6 +9628,11 @@ static int sala__buffers(sala *s, sala__buffer *b) {
     size_t show_blocks = s->options.hidden_states ? sparse * lists : 0;
     size_t select_parts = (blocks + SALA_SELECT_PART - 1) / SALA_SELECT_PART;
     size_t attend_rows = nodes * (size_t)p->attend_parts * heads; // these are of verify alone
+    size_t attend_o = attend_rows * (size_t)m->head_dim;          // and of the draft head, in turn
+    size_t draft_rows = s->has_draft ? s->draft.part_rows : 0;
+    size_t draft_o = draft_rows * (size_t)s->draft_config.dims.head_dim;
+    if (attend_rows < draft_rows) attend_rows = draft_rows;
+    if (attend_o < draft_o) attend_o = draft_o;
     size_t splits =
         (size_t)sala__max(sala_gemm_splits(m->hidden, m->ffn),
                           sala__max(sala_gemm_splits(m->hidden, m->heads * m->head_dim),
@@ -9534,7 +9695,7 @@ static int sala__buffers(sala *s, sala__buffer *b) {
         {(void **)&s->sample_arrivals, nodes, 4, SALA__GPU, "counters"},
         {(void **)&s->normaliser, nodes * heads * select_parts * 2, 4, SALA__GPU, "selection"},
         {(void **)&s->score, rows * kv_heads * blocks, 4, SALA__GPU, "selection"},
-        {(void **)&s->part_o, attend_rows * (size_t)m->head_dim, 4, SALA__GPU, "attention"},
+        {(void **)&s->part_o, attend_o, 4, SALA__GPU, "attention"},
         {(void **)&s->part_max_sum, attend_rows * 2, 4, SALA__GPU, "attention"},
         {(void **)&s->partial, splits * nodes * hidden, 4, SALA__GPU, "partial sums"},
         {(void **)&s->arrivals, 2, 4, SALA__GPU, "counters"},
@@ -9543,7 +9704,36 @@ static int sala__buffers(sala *s, sala__buffer *b) {
          "hidden states"},
     };
     memcpy(b, table, sizeof table);
-    return (int)(sizeof table / sizeof table[0]);
+    int count = (int)(sizeof table / sizeof table[0]);
+    return count + sala__draft_buffers(s, b + count);
+}
+
+// Cut the head's step block into its arrays for a pass of these rows and sequences. Views are the rows
+// of the last tokens, of all tokens that extend the cache, of all positions of RoPE, and then of the
+// steps of trees. Returns its bytes.
+static size_t sala__draft_layout(sala *s, int rows, int seqs) {
+    sala__draft *d = &s->draft;
+    size_t each = (size_t)rows * 4, size = 0;
+    const struct {
+        void **pointer;
+        size_t bytes;
+    } parts[] = {
+        {(void **)&d->views, SALA__DRAFT_VIEWS * sizeof(sala_rows)},
+        {(void **)&d->last, (size_t)seqs * sizeof(sala_seq)},
+        {(void **)&d->grown, (size_t)seqs * sizeof(sala_seq)},
+        {(void **)&d->limit, (size_t)seqs * 8},
+        {(void **)&d->token, each},
+        {(void **)&d->position, each},
+        {(void **)&d->turn, each},
+        {(void **)&d->seq, each},
+        {(void **)&d->from, each},
+    };
+    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
+        if (d->step) *parts[i].pointer = d->step + size;
+        size += (parts[i].bytes + 15) / 16 * 16;
+    }
+    d->step_bytes = size;
+    return size;
 }
 
 // Cut the step block into its arrays for a pass of up to `rows` rows (addresses only when the block
@@ -9613,6 +9803,9 @@ static int64_t sala__measure(sala *s) {
     p->pending = (size_t)SALA_MAX_PATH * (size_t)m->lin_kv_heads * (size_t)m->lin_dim;
     p->thread_scratch = sala__ops_scratch(m, o->context);
     if (p->thread_scratch < sala__gemm_scratch()) p->thread_scratch = sala__gemm_scratch();
+    sala__draft_measure(s);
+    size_t draft_scratch = 4 * sala__attend_scratch(&s->draft_config.dims);
+    if (s->has_draft && p->thread_scratch < draft_scratch) p->thread_scratch = draft_scratch;
     // A config can name any geometry: no product below may overflow.
     double layers = m->layers + 2.0, most = (double)p->pages * (double)p->page_kv * layers;
     most += (double)p->slots * ((double)p->state + (double)p->pending) * layers;
@@ -9628,7 +9821,7 @@ static int64_t sala__measure(sala *s) {
     p->pending_bytes = (int64_t)p->pending * act * 2 * s->lightning_layers * p->slots;
     if (!s->on_gpu) p->unpack_bytes = 0;
     p->scratch_bytes = // less what the table below holds too
-        -p->state_bytes - p->pending_bytes - p->unpack_bytes;
+        -p->state_bytes - p->pending_bytes - p->unpack_bytes - s->draft.kv_bytes;
     if (!s->on_gpu) p->scratch_bytes += (int64_t)p->thread_scratch * o->threads;
     p->scratch_bytes += 4 * s->sparse_layers * p->node_rows * (int64_t)(kv_heads * dim) * act;
     sala__buffer b[SALA__BUFFERS];
@@ -9642,7 +9835,7 @@ static int64_t sala__measure(sala *s) {
     if (s->on_gpu) p->weight_bytes = s->gpu_weight_bytes;
     if (s->on_gpu) p->draft_weight_bytes = s->gpu_draft_weight_bytes;
     return p->kv_bytes + p->state_bytes + p->pending_bytes + p->scratch_bytes + p->unpack_bytes +
-           p->weight_bytes + p->draft_weight_bytes;
+           p->weight_bytes + p->draft_weight_bytes + s->draft.kv_bytes;
 }
 
 // How prefill multiplies with 4-bit weights on this device (design.md 4).
@@ -9676,10 +9869,6 @@ static int sala__choose_prefill(sala *s, sala_error *err) {
     s->w4a4 = strcmp(ask, "w4a4") == 0 || (strcmp(ask, "auto") == 0 && nvfp4 && !*lacking &&
                                            s->on_gpu && sala__cuda_has_fp4(cuda));
     s->plan.unpack_bytes = s->on_gpu ? sala__gpu_unpack_bytes(&s->config, &s->weights, s->w4a4) : 0;
-    if (s->on_gpu && s->has_draft) {
-        int64_t draft = sala__gpu_unpack_bytes(&s->draft_config, &s->draft_weights, 0);
-        if (draft > s->plan.unpack_bytes) s->plan.unpack_bytes = draft;
-    }
     return 0;
 }
 
@@ -9704,13 +9893,14 @@ static int sala__make_plan(sala *s, sala_error *err) {
     if (total <= p->limit) return 0;
     return sala__fail(
         err, SALA_E_MEMORY,
-        "the plan takes %.1f MiB (weights %.1f, draft head %.1f, K/V %.1f, states "
+        "the plan takes %.1f MiB (weights %.1f, draft head %.1f + %.1f, K/V %.1f, states "
         "%.1f, pending paths %.1f, unpacking %.1f, scratch %.1f) but %.1f MiB are "
         "%s%s: lower context (%lld), kv-tokens (%lld), max-sequences (%d) or chunk "
         "(%d)",
         (double)total * mib, (double)p->weight_bytes * mib, (double)p->draft_weight_bytes * mib,
-        (double)p->kv_bytes * mib, (double)p->state_bytes * mib, (double)p->pending_bytes * mib,
-        (double)p->unpack_bytes * mib, (double)p->scratch_bytes * mib, (double)p->limit * mib,
+        (double)s->draft.kv_bytes * mib, (double)p->kv_bytes * mib, (double)p->state_bytes * mib,
+        (double)p->pending_bytes * mib, (double)p->unpack_bytes * mib,
+        (double)p->scratch_bytes * mib, (double)p->limit * mib,
         o->memory_limit ? "allowed" : "free", s->on_gpu ? " on the GPU" : "", (long long)o->context,
         (long long)o->kv_tokens, o->max_sequences, o->chunk);
 }
@@ -9731,6 +9921,8 @@ static int64_t sala__longest_context(const sala *s) {
     trial.gpu_weight_bytes = s->gpu_weight_bytes;
     trial.gpu_draft_weight_bytes = s->gpu_draft_weight_bytes;
     trial.plan.unpack_bytes = s->plan.unpack_bytes;
+    trial.has_draft = s->has_draft;
+    trial.draft_config = s->draft_config;
     int64_t block = s->config.dims.block, fits = 0, most = ((int64_t)1 << 30) / block;
     while (fits < most) {
         int64_t middle = fits + (most - fits + 1) / 2;
@@ -9920,6 +10112,61 @@ static int sala__fill_tables(sala *s, sala_error *err) {
     return code;
 }
 
+// What the draft head has beside the table of buffers, and what its tables hold.
+static int sala__draft_allocate(sala *s, sala_error *err) {
+    const sala_dims *m = &s->draft_config.dims;
+    sala__draft *d = &s->draft;
+    int code = 0, pages = d->places * d->blocks, lists = d->step_rows * m->kv_heads;
+    size_t trees = (size_t)d->seqs * sizeof(sala_tree);
+    void *step = d->step, *out = d->trees;
+    if (!s->has_draft) return 0;
+    if (s->on_gpu) {
+        size_t bytes = sala__draft_layout(s, d->rows, d->seqs);
+        code = sala__cuda_alloc_host(&s->gpu.cuda, bytes, "rows", &step, err);
+        d->step = (char *)(code < 0 ? NULL : step);
+        if (code == 0) code = sala__cuda_alloc_host(&s->gpu.cuda, trees, "trees", &out, err);
+    }
+    d->trees_out = (sala_tree *)(code < 0 ? NULL : out);
+    int32_t *minus =
+        code < 0 ? NULL : (int32_t *)sala__alloc(&s->env, (size_t)lists, 4, "block lists", err);
+    if (!minus) return err && err->code ? err->code : SALA_E_MEMORY;
+    for (int i = 0; i < lists; i++) minus[i] = -1;
+    for (int i = 0; i < pages; i++) d->tables[i] = i;
+    for (int i = 0; i < s->options.max_sequences; i++) d->slots[i] = -1;
+    code = sala__put(s, d->dense, minus, (size_t)lists * 4, err);
+    sala__release(&s->env, minus);
+    if (code == 0)
+        code =
+            sala__put(s, d->frequency, s->draft_config.frequency, (size_t)m->head_dim / 2 * 4, err);
+    if (!s->on_gpu || code < 0) return code;
+    code = sala__put(s, d->table, d->tables, (size_t)pages * 4, err);
+    return code < 0 ? code
+                    : sala__put(s, d->slot, d->slots, (size_t)s->options.max_sequences * 4, err);
+}
+
+// Its kernels: the same sources with its dims, in the engine's context and stream.
+static int sala__draft_open(sala *s, sala_error *err) {
+    sala__gpu *g = &s->draft.gpu;
+    g->cuda = s->gpu.cuda;
+    g->cuda.module_count = 0;
+    g->units = 1 | 1u << 7;
+    for (int format = SALA_NVFP4; format <= SALA_INT4; format++)
+        if (s->formats >> format & 1) g->units |= 1u << (format + 1) | 1u << 3;
+    return sala__gpu_open(g, &s->draft_config.dims, err);
+}
+
+static void sala__draft_close(sala *s) { // inside enter, with the device idle
+    sala__draft *d = &s->draft;
+    sala__cuda *c = &d->gpu.cuda;
+    for (int i = 0; i < d->graph_count; i++) sala__cuda_graph_free(c, d->graphs[i].exec);
+    for (int i = 0; i < c->module_count; i++) c->api.cuModuleUnload(c->modules[i]);
+    sala__cuda_release_host(&s->gpu.cuda, d->step);
+    sala__cuda_release_host(&s->gpu.cuda, d->trees_out);
+    memset(&d->gpu, 0, sizeof d->gpu);
+    d->graph_count = d->graph_next = 0;
+    d->step = NULL;
+}
+
 static int sala__allocate(sala *s, sala_error *err) {
     sala__buffer b[SALA__BUFFERS];
     int n = sala__buffers(s, b), code;
@@ -9945,6 +10192,7 @@ static int sala__allocate(sala *s, sala_error *err) {
         s->result = s->chosen;
     }
     sala__step_layout(s, s->plan.rows);
+    if ((code = sala__draft_allocate(s, err)) < 0) return code;
     if ((code = sala__allocate_pages(s, err)) < 0) return code;
     size_t layers = (size_t)s->sparse_layers;
     if (s->on_gpu) code = sala__put(s, s->gpu_pages, s->pages, layers * sizeof *s->pages, err);
@@ -10065,6 +10313,7 @@ static int sala__start(sala *s, sala_error *err) {
     if (code < 0) return code;
     s->gpu.units = sala__gpu_units(s);
     if (s->on_gpu) code = sala__gpu_open(&s->gpu, &s->config.dims, err);
+    if (code == 0 && s->on_gpu && s->has_draft) code = sala__draft_open(s, err);
     sala__progress(&s->env, "allocating", 0.6);
     if (code == 0) code = sala__allocate(s, err);
     s->gpu.unpacked = s->unpacked;
@@ -10084,6 +10333,7 @@ static void sala__stop(sala *s) {
     sala__env env = s->env;
     if (s->on_gpu && sala__cuda_enter(&s->gpu.cuda, NULL) == 0) {
         sala__cuda_wait(&s->gpu.cuda, NULL); // nothing may still read what follows
+        sala__draft_close(s);
         sala__cuda_release_host(&s->gpu.cuda, s->step);
         sala__cuda_release_host(&s->gpu.cuda, s->result);
         sala__cuda_leave(&s->gpu.cuda);
@@ -10265,9 +10515,11 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
     if (s->has_draft) {
         info->draft_weight_bytes = s->on_gpu ? s->gpu_draft_weight_bytes : s->draft_weights.bytes;
         sala__draft_text(s, info->draft);
+        info->draft_kv_bytes = s->draft.kv_bytes;
     }
-    info->total_bytes = info->weight_bytes + info->draft_weight_bytes + p->kv_bytes +
-                        p->state_bytes + p->pending_bytes + p->unpack_bytes + p->scratch_bytes;
+    info->total_bytes = info->weight_bytes + info->draft_weight_bytes + info->draft_kv_bytes +
+                        p->kv_bytes + p->state_bytes + p->pending_bytes + p->unpack_bytes +
+                        p->scratch_bytes;
     info->kv_bytes_per_token = p->pages ? p->kv_bytes / p->pages / m->block : 0;
     info->state_bytes_per_sequence = (int64_t)p->state * 4 * s->lightning_layers;
     info->decode_bytes = s->weights.decode_bytes + sala__state_traffic(s);
@@ -10431,18 +10683,498 @@ static void sala__ngram_chain(sala_tree *t, const int32_t *tokens, int64_t count
 }
 
 // ---- the draft head ----
+//
+// An EAGLE-3 head (speculation.md 1, 2): a layer that reads what three layers of the target say of a
+// token, and the token after it. Its keys and values depend on these alone, so that a prompt costs two
+// small products, and what it attends to matters only where a tree grows.
 
-// Forget what the draft head knows of a sequence: it starts empty (a new, restored or reused one).
-static void sala__draft_forget(sala *s, int slot) {
-    memset(&s->sequences[slot].draft, 0, sizeof s->sequences[slot].draft);
+static void sala__draft_op(sala *s, int operation, const void *args) {
+    sala__gpu *g = &s->draft.gpu;
+    if (!s->on_gpu) {
+        sala__run_cpu(&s->cpu, operation, args);
+        return;
+    }
+    sala__run_gpu(g, operation, args);
+    if (g->error.code && !s->gpu.error.code) s->gpu.error = g->error;
+    sala__clear(&g->error);
+}
+
+// The place of a sequence is free for others.
+static void sala__draft_drop(sala *s, int slot) {
+    sala__draft_cache *c = &s->sequences[slot].draft;
+    if (c->place) s->draft.owner[c->place - 1] = 0;
+    memset(c, 0, sizeof *c);
+}
+
+// Forget what the head knows of a sequence, which has `stored` tokens; it gets a place if there is one.
+static int sala__draft_forget(sala *s, int slot, sala_error *err) {
+    sala__draft *d = &s->draft;
+    sala__draft_cache *c = &s->sequences[slot].draft;
+    sala__draft_drop(s, slot);
+    if (!s->has_draft) return 0;
+    for (int i = 0; i < d->places && !c->place; i++)
+        if (!d->owner[i]) c->place = i + 1;
+    if (c->place) d->owner[c->place - 1] = 1 + slot;
+    c->seen = s->sequences[slot].stored;
+    d->slots[slot] = c->place - 1;
+    return s->on_gpu ? sala__put(s, d->slot + slot, d->slots + slot, 4, err) : 0;
+}
+
+// Behind layer l of a pass: its output, if the head reads it.
+static void sala__draft_capture(sala *s, const sala__pass *p, int l) {
+    const sala__weights *w = s->on_gpu ? &s->gpu_draft_weights : &s->draft_weights;
+    if (!s->has_draft || !(p->rows.verify || p->captures)) return;
+    for (int i = 0; i < 3; i++) {
+        if (s->draft_config.aux[i] != l) continue;
+        sala_capture_args a;
+        memset(&a, 0, sizeof a);
+        a.rows = p->bucket;
+        a.width = s->config.dims.hidden;
+        a.third = i;
+        a.eps = s->draft_config.dims.eps;
+        a.x = s->x;
+        a.norm = w->fc_norm[i];
+        a.features = s->draft.features;
+        sala__draft_op(s, SALA__OP_capture, &a);
+    }
+}
+
+// After the commit: features of what was accepted wait until the head is asked.
+static void sala__draft_keep(sala *s, const sala__pass *p) {
+    sala__draft *d = &s->draft;
+    if (!s->has_draft) return;
+    sala_keep_args a = {p->on_device,     3 * s->config.dims.hidden,      p->accepted,
+                        p->accepted_rows, s->on_gpu ? d->slot : d->slots, d->features,
+                        d->debt};
+    d->gpu.rows = s->gpu.rows;
+    d->gpu.seqs = s->gpu.seqs;
+    sala__draft_op(s, SALA__OP_keep, &a);
+}
+
+static const void *sala__draft_at(const sala *s, const void *part) { // of its step block
+    return s->on_gpu ? s->draft.gpu_step + ((const char *)part - s->draft.step) : part;
+}
+
+// A pass of the head. Counts are those of the bucket.
+typedef struct sala__draft_pass {
+    int32_t extend, seqs, depth, topk; // depth 0: it only fills the cache
+    int32_t rows;                      // of all steps
+    const sala_act *features;          // [extend, 3 hidden], or NULL: rows of the debt, by `from`
+    sala_growth growth;
+} sala__draft_pass;
+
+static sala_rows *sala__draft_view(sala *s, int view, int count, int seqs, int first,
+                                   const sala_seq *of) {
+    sala__draft *d = &s->draft;
+    sala_rows rows = {
+        count,
+        seqs,
+        1,
+        (const sala_seq *)sala__draft_at(s, of),
+        (const int32_t *)sala__draft_at(s, d->token + first),
+        (const int32_t *)sala__draft_at(s, (view == 2 ? d->turn : d->position) + first),
+        (const int32_t *)sala__draft_at(s, d->seq + first),
+        d->path + (size_t)first * SALA_MAX_PATH};
+    d->views[view] = rows;
+    return &d->views[view];
+}
+
+// Cut the step block for a pass and empty it; `count` sequences of the bucket exist.
+static void sala__draft_begin(sala *s, sala__draft_pass *p, int count) {
+    sala__draft *d = &s->draft;
+    p->rows = p->extend + (p->depth > 1 ? (p->depth - 1) * p->seqs * p->topk : 0);
+    sala_growth g = {p->seqs,   p->topk, p->depth, p->extend, NULL,          NULL,
+                     d->parent, d->flat, d->score, d->path,   d->best_token, d->best_score};
+    size_t bytes = sala__draft_layout(s, p->rows, p->seqs);
+    memset(d->step, 0, bytes);
+    for (int r = 0; r < p->rows; r++) d->seq[r] = d->from[r] = -1;
+    g.limit = (const int32_t *)sala__draft_at(s, d->limit);
+    g.token = (int32_t *)(uintptr_t)sala__draft_at(s, d->token);
+    p->growth = g;
+    sala__draft_view(s, 0, count, count, 0, d->last);
+    sala__draft_view(s, 1, p->extend, count, 0, d->last);
+    sala__draft_view(s, 2, p->rows, count, 0, d->last);
+    for (int step = 1; step < p->depth; step++)
+        sala__draft_view(s, 2 + step, count * p->topk, count, sala_growth_row(&g, step, 0, 0),
+                         d->grown);
+}
+
+// Row r of a pass: the token at `position` of a sequence, for which the head reads the token after it.
+static void sala__draft_row(sala *s, const sala__sequence *q, int r, int seq, int32_t position) {
+    sala__draft *d = &s->draft;
+    d->token[r] = q->tokens[position + 1];
+    d->position[r] = q->draft.filled + position - q->draft.seen;
+    d->turn[r] = position;
+    d->seq[r] = seq;
+    d->from[r] = (q->draft.place - 1) * SALA_DRAFT_DEBT + position % SALA_DRAFT_DEBT;
+}
+
+// The sequence once `filled` tokens are in its pages: `rows` rows of a step from `first` on.
+static sala_seq sala__draft_seq(sala *s, const sala__sequence *q, int first, int rows, int filled) {
+    sala__draft *d = &s->draft;
+    const int32_t *pages = s->on_gpu ? d->table : d->tables;
+    sala_seq seq = {q->draft.place - 1,
+                    first,
+                    rows,
+                    filled,
+                    0,
+                    0,
+                    pages + (size_t)(q->draft.place - 1) * (size_t)d->blocks};
+    return seq;
+}
+
+// u, and from it q (if trees grow), k and v of the rows of a step; keys and q turned.
+static void sala__draft_project(sala *s, const sala__draft_pass *p, int step) {
+    const sala__weights *w = s->on_gpu ? &s->gpu_draft_weights : &s->draft_weights;
+    const sala_dims *m = &s->draft_config.dims;
+    sala__draft *d = &s->draft;
+    const int rows = step ? p->seqs * p->topk : p->extend, wants_q = p->depth > 0;
+    size_t first = (size_t)sala_growth_row(&p->growth, step, 0, 0),
+           at = first * (size_t)m->kv_heads * (size_t)m->head_dim;
+    const sala_weight *bias = &w->fc_bias;
+    sala_draft_input_args input = {rows,           m->hidden, step,
+                                   m->eps,         w->embed,  w->layers[0].input_norm,
+                                   w->hidden_norm, *bias,     step ? d->x[(step - 1) & 1] : NULL,
+                                   d->x[step & 1], d->u,      p->growth};
+    sala__draft_op(s, SALA__OP_draft_input, &input);
+    const sala_weight *all[3] = {&w->layers[0].k, &w->layers[0].v, &w->layers[0].q};
+    sala_act *const y[3] = {d->k + at, d->v + at, d->q};
+    sala_gemm_args gemm;
+    memset(&gemm, 0, sizeof gemm);
+    gemm.rows = rows;
+    gemm.x = d->u;
+    for (int i = 0; i < 2 + wants_q; i++) {
+        gemm.y[gemm.count] = y[i];
+        gemm.w[gemm.count++] = *all[i];
+    }
+    sala__draft_op(s, SALA__OP_gemm, &gemm);
+    sala_qk_args turn;
+    memset(&turn, 0, sizeof turn);
+    turn.rows = rows;
+    turn.heads = wants_q ? m->heads : 0;
+    turn.kv_heads = m->kv_heads;
+    turn.dim = m->head_dim;
+    turn.cos_sin = d->cos_sin + first * (size_t)m->head_dim;
+    turn.q = d->q;
+    turn.k = d->k + at;
+    sala__draft_op(s, SALA__OP_qk_norm_rope, &turn);
+}
+
+// Put the `extend` rows into the cache.
+static void sala__draft_extend(sala *s, const sala__draft_pass *p) {
+    const sala__weights *w = s->on_gpu ? &s->gpu_draft_weights : &s->draft_weights;
+    const sala_dims *m = &s->draft_config.dims;
+    sala__draft *d = &s->draft;
+    const sala_rows *turns = (const sala_rows *)sala__draft_at(s, &d->views[2]);
+    sala_rope_args rope = {turns, m->head_dim, d->frequency, d->cos_sin};
+    d->gpu.rows = p->rows;
+    sala__draft_op(s, SALA__OP_rope_table, &rope);
+    sala_gather_args gather = {p->extend, 3 * m->hidden,
+                               (const int32_t *)sala__draft_at(s, d->from), d->debt, d->g};
+    if (!p->features) sala__draft_op(s, SALA__OP_gather, &gather);
+    sala_gemm_args fc;
+    memset(&fc, 0, sizeof fc);
+    fc.rows = p->extend;
+    fc.count = 1;
+    fc.x = p->features ? p->features : d->g;
+    fc.w[0] = w->fc;
+    fc.y[0] = d->x[0];
+    sala__draft_op(s, SALA__OP_gemm, &fc);
+    sala__draft_project(s, p, 0);
+    sala_draft_store_args store = {m, (const sala_rows *)sala__draft_at(s, &d->views[1]), d->k,
+                                   d->v, d->pages};
+    d->gpu.rows = p->extend;
+    sala__draft_op(s, SALA__OP_draft_store, &store);
+}
+
+// From q, k, v of a step's rows to their candidates.
+static void sala__draft_layer(sala *s, const sala__draft_pass *p, int step) {
+    const sala__weights *w = s->on_gpu ? &s->gpu_draft_weights : &s->draft_weights;
+    const sala__layer *l = &w->layers[0];
+    const sala_dims *m = &s->draft_config.dims;
+    sala__draft *d = &s->draft;
+    const int rows = step ? p->seqs * p->topk : p->seqs;
+    size_t best = (size_t)sala_growth_row(&p->growth, step, 0, 0) * (size_t)p->topk;
+    sala_act *x = d->x[step & 1];
+    const sala_rows *view = (const sala_rows *)sala__draft_at(s, &d->views[step ? 2 + step : 0]);
+    sala_nodes nodes = {d->k, d->v, NULL, NULL};
+    sala_attend_args attend = {m,        view, d->q, nodes,    d->pages,  NULL,
+                               d->dense, NULL, d->o, d->parts, s->part_o, s->part_max_sum};
+    d->gpu.rows = rows;
+    sala__draft_op(s, SALA__OP_attend, &attend);
+    sala_gemm_norm_args o;
+    memset(&o, 0, sizeof o);
+    o.input = d->o;
+    o.w = l->o;
+    o.partial = d->partial;
+    o.arrivals = d->arrivals;
+    o.norm.rows = rows;
+    o.norm.width = m->hidden;
+    o.norm.eps = m->eps;
+    o.norm.scale = o.norm.divisor = 1;
+    o.norm.branch = d->branch;
+    o.norm.weight = l->post_norm;
+    o.norm.x = x;
+    o.norm.y = d->y;
+    sala__draft_op(s, SALA__OP_gemm_norm, &o);
+    sala_gemm_swiglu_args mlp;
+    memset(&mlp, 0, sizeof mlp);
+    mlp.rows = rows;
+    mlp.x = d->y;
+    mlp.gate = l->mlp_gate;
+    mlp.up = l->mlp_up;
+    mlp.y = d->ffn;
+    mlp.scratch = d->ffn_up;
+    sala__draft_op(s, SALA__OP_gemm_swiglu, &mlp);
+    o.input = d->ffn;
+    o.w = l->mlp_down;
+    o.norm.weight = w->final_norm;
+    sala__draft_op(s, SALA__OP_gemm_norm, &o);
+    sala_gemm_args head;
+    memset(&head, 0, sizeof head);
+    head.rows = rows;
+    head.count = 1;
+    head.x = s->draft_config.raw_output ? x : d->y;
+    head.w[0] = w->head;
+    head.y_f32 = d->logits;
+    sala__draft_op(s, SALA__OP_gemm, &head);
+    sala_draft_top_args top = {rows,
+                               s->draft_config.draft_vocab,
+                               p->topk,
+                               d->logits,
+                               w->target_ids,
+                               d->best_token + best,
+                               d->best_score + best,
+                               d->tops,
+                               d->top_arrivals};
+    sala__draft_op(s, SALA__OP_draft_top, &top);
+}
+
+// All that a pass does, from the step block's way to the device to the trees' way back.
+static void sala__draft_launch(sala *s, const sala__draft_pass *p) {
+    sala__draft *d = &s->draft;
+    sala_error *e = &s->gpu.error;
+    if (s->on_gpu && !e->code)
+        sala__cuda_upload(&s->gpu.cuda, sala__on_gpu(d->gpu_step), d->step, d->step_bytes, e);
+    sala__draft_extend(s, p);
+    for (int step = 0; step < p->depth; step++) {
+        if (step) sala__draft_project(s, p, step);
+        sala__draft_layer(s, p, step);
+    }
+    if (!p->depth) return;
+    sala_draft_grow_args grow = {p->growth, d->trees};
+    sala__draft_op(s, SALA__OP_draft_grow, &grow);
+    if (s->on_gpu && !e->code)
+        sala__cuda_download(&s->gpu.cuda, d->trees_out, sala__on_gpu(d->trees),
+                            (size_t)p->seqs * sizeof(sala_tree), e);
+}
+
+// The recorded pass; recorded now, in the place of the oldest, if it is not there. NULL: without.
+static sala__cu_exec sala__draft_recorded(sala *s, const sala__draft_pass *p) {
+    sala__draft *d = &s->draft;
+    sala__cuda *c = &s->gpu.cuda;
+    sala_error *e = &s->gpu.error;
+    for (int i = 0; i < d->graph_count; i++) {
+        const sala__draft_graph *g = &d->graphs[i];
+        if (g->extend == p->extend && g->seqs == p->seqs && g->depth == p->depth &&
+            g->topk == p->topk)
+            return g->exec;
+    }
+    if (d->gpu.no_graphs || s->gpu.no_graphs) return NULL;
+    sala__draft_graph graph = {p->extend, p->seqs, p->depth, p->topk, NULL};
+    if (sala__cuda_capture_begin(c, e) == 0) {
+        sala__draft_launch(s, p);
+        sala__cuda_capture_end(c, e->code ? NULL : &graph.exec, e);
+    }
+    if (e->code) { // see sala__gpu_record
+        sala__log(&s->env, SALA_LOG_WARNING, "drafts run without CUDA graphs: %s", e->text);
+        sala__clear(e);
+        d->gpu.no_graphs = 1;
+        return NULL;
+    }
+    int at = d->graph_next++ % SALA__DRAFT_GRAPHS;
+    if (at < d->graph_count)
+        sala__cuda_graph_free(c, d->graphs[at].exec);
+    else
+        d->graph_count++;
+    d->graphs[at] = graph;
+    return graph.exec;
+}
+
+static int sala__draft_run(sala *s, const sala__draft_pass *p, sala_error *err) {
+    sala_error *e = &s->gpu.error;
+    sala__cu_exec graph = s->on_gpu && p->depth && !e->code ? sala__draft_recorded(s, p) : NULL;
+    if (graph && !e->code)
+        sala__cuda_graph_launch(&s->gpu.cuda, graph, e);
+    else if (!e->code)
+        sala__draft_launch(s, p);
+    if (s->on_gpu && !e->code) sala__cuda_wait(&s->gpu.cuda, e);
+    return e->code ? sala__fail(err, e->code, "%s", e->text) : 0;
+}
+
+// Room for `more` tokens of a sequence: where its pages are full, the oldest behind the anchor go.
+static int sala__draft_room(sala *s, sala__sequence *q, int more, sala_error *err) {
+    sala__draft *d = &s->draft;
+    int drop = d->slack / 64, changed = 0;
+    int32_t *table = d->tables + (size_t)(q->draft.place - 1) * (size_t)d->blocks, old[64];
+    for (; q->draft.filled + more > d->blocks * 64; changed = 1) {
+        memcpy(old, table + 1, (size_t)drop * 4);
+        memmove(table + 1, table + 1 + drop, (size_t)(d->blocks - 1 - drop) * 4);
+        memcpy(table + d->blocks - drop, old, (size_t)drop * 4);
+        q->draft.filled -= d->slack;
+    }
+    return changed && s->on_gpu
+               ? sala__put(s, d->table + (table - d->tables), table, (size_t)d->blocks * 4, err)
+               : 0;
+}
+
+// Put the tokens up to position `end` into the cache of a sequence: their features are in the debt, or
+// are rows `features` of the pass. No bit depends on how they are divided into passes.
+static int sala__draft_fill(sala *s, sala__sequence *q, int32_t end, const sala_act *features,
+                            sala_error *err) {
+    size_t width = 3 * (size_t)s->config.dims.hidden;
+    int code = 0, most = s->draft.band < s->draft.slack ? s->draft.band : s->draft.slack;
+    while (q->draft.seen < end && code == 0) {
+        int n = end - q->draft.seen < most ? end - q->draft.seen : most;
+        sala__draft_pass p = {n, 1, 0, 1, 0, features, {0}};
+        if ((code = sala__draft_room(s, q, n, err)) < 0) return code;
+        sala__draft_begin(s, &p, 1);
+        for (int r = 0; r < n; r++) sala__draft_row(s, q, r, 0, q->draft.seen + r);
+        s->draft.last[0] = sala__draft_seq(s, q, 0, n, q->draft.filled);
+        code = sala__draft_run(s, &p, err);
+        q->draft.filled += n;
+        q->draft.seen += n;
+        if (features) features += (size_t)n * width;
+    }
+    return code;
+}
+
+// Of a prompt that ends at `end` the head sees the first page and the last tokens, from a page's start.
+static int32_t sala__draft_window(const sala *s, int32_t end) {
+    int32_t window = s->options.draft_window ? s->options.draft_window : 32768;
+    return end - window > 64 ? (end - window) / 64 * 64 : 64;
+}
+
+// Does it want features of a chunk of a prompt?
+static int sala__draft_wants(const sala *s, int slot, int32_t first, int32_t count, int32_t end) {
+    return s->sequences[slot].draft.place &&
+           (first < 64 || first + count > sala__draft_window(s, end));
+}
+
+// After a chunk of a prompt, whose rows are the tokens from position `first` on. The token after the
+// prompt is not chosen yet: the features of its last token wait.
+static int sala__draft_prefill(sala *s, int slot, int32_t first, int32_t count, int32_t end,
+                               sala_error *err) {
+    sala__sequence *q = &s->sequences[slot];
+    sala__draft *d = &s->draft;
+    size_t width = 3 * (size_t)s->config.dims.hidden;
+    int32_t after = first + count, last = after < end ? after : end - 1;
+    int32_t from = sala__draft_window(s, end), anchor = last < 64 ? last : 64;
+    if (!q->draft.place) return 0;
+    int code = sala__draft_fill(s, q, first, NULL, err); // what waits from before the prompt
+    if (code == 0 && first < 64) code = sala__draft_fill(s, q, anchor, d->features, err);
+    if (q->draft.seen < from) q->draft.seen = last < from ? last : from;
+    if (code == 0 && q->draft.seen < last)
+        code = sala__draft_fill(s, q, last, d->features + (size_t)(q->draft.seen - first) * width,
+                                err);
+    if (code < 0 || after < end) return code;
+    sala__draft_pass p = {1, 1, 0, 1, 0, NULL, {0}};
+    sala__draft_begin(s, &p, 1);
+    d->from[0] = count - 1;
+    int32_t to = (q->draft.place - 1) * SALA_DRAFT_DEBT + last % SALA_DRAFT_DEBT;
+    sala_gather_args gather = {1, (int32_t)width, (const int32_t *)sala__draft_at(s, d->from),
+                               d->features, d->debt + (size_t)to * width};
+    sala_error *e = &s->gpu.error;
+    if (s->on_gpu && !e->code)
+        sala__cuda_upload(&s->gpu.cuda, sala__on_gpu(d->gpu_step), d->step, d->step_bytes, e);
+    sala__draft_op(s, SALA__OP_gather, &gather);
+    if (s->on_gpu && !e->code) sala__cuda_wait(&s->gpu.cuda, e); // the step block is free again
+    return e->code ? sala__fail(err, e->code, "%s", e->text) : 0;
+}
+
+// Features of more tokens than can wait: the head sees them now, whether it is asked or not.
+static int sala__draft_settle(sala *s, int slot, sala_error *err) {
+    sala__sequence *q = &s->sequences[slot];
+    if (!q->draft.place || q->stored - q->draft.seen <= SALA_DRAFT_DEBT - SALA_MAX_PATH) return 0;
+    if (q->stored - q->draft.seen > SALA_DRAFT_DEBT) q->draft.seen = q->stored - SALA_DRAFT_DEBT;
+    return sala__draft_fill(s, q, q->stored - 1, NULL, err);
+}
+
+// The rows of a pass that grows trees: what these sequences have not seen, and the places of the nodes.
+static void sala__draft_lay(sala *s, sala__draft_pass *p, const int32_t *slots,
+                            const sala__shape *shapes, int n) {
+    sala__draft *d = &s->draft;
+    int next = p->seqs;
+    sala__draft_begin(s, p, n);
+    for (int i = 0; i < n; i++) {
+        const sala__sequence *q = &s->sequences[slots[i]];
+        int filled = q->draft.filled + q->stored - q->draft.seen;
+        for (int32_t t = q->draft.seen; t < q->stored - 1; t++) sala__draft_row(s, q, next++, i, t);
+        sala__draft_row(s, q, i, i, q->stored - 1);
+        d->last[i] = sala__draft_seq(s, q, i, 1, filled);
+        d->grown[i] = sala__draft_seq(s, q, i * p->topk, p->topk, filled);
+        d->limit[2 * i] = shapes[i].depth;
+        d->limit[2 * i + 1] = shapes[i].nodes;
+        for (int step = 1; step < p->depth; step++)
+            for (int m = 0; m < p->topk; m++) {
+                int r = sala_growth_row(&p->growth, step, i, m);
+                d->position[r] = filled + step - 1;
+                d->turn[r] = q->stored - 1 + step;
+                d->seq[r] = i;
+            }
+    }
+}
+
+static int sala__draft_bucket(int n, int least) {
+    while (least < n) least *= 2;
+    return least;
 }
 
 // One tree for each of these sequences, of at most its shape, by the head.
 static int sala__draft_propose(sala *s, const int32_t *slots, const sala__shape *shapes, int n,
                                sala_tree *trees, sala_error *err) {
-    (void)shapes;
-    (void)err;
-    for (int i = 0; i < n; i++) sala__tree_root(&trees[i], s->sequences[slots[i]].root);
+    sala__draft_pass p = {0, 1, 0, 0, 0, NULL, {0}};
+    int code = 0, known = 0, which[SALA__DRAFTS];
+    int32_t of[SALA__DRAFTS];
+    sala__shape shape[SALA__DRAFTS];
+    for (int i = 0; i < n; i++) {
+        sala__sequence *q = &s->sequences[slots[i]];
+        sala__tree_root(&trees[i], q->root);
+        if (!q->draft.place || q->stored < 1 || known == SALA__DRAFTS) continue;
+        if ((code = sala__draft_settle(s, slots[i], err)) < 0) return code;
+        if (q->draft.seen == q->stored && q->draft.filled) // asked once more
+            q->draft.seen--, q->draft.filled--;
+        p.depth = sala__max(p.depth, shapes[i].depth);
+        p.topk = sala__max(p.topk, shapes[i].topk);
+        p.extend += q->stored - q->draft.seen;
+        which[known] = i;
+        of[known] = slots[i];
+        shape[known++] = shapes[i];
+    }
+    if (!known || p.depth < 1) return 0;
+    if (p.topk > s->draft.topk || p.depth >= SALA_MAX_PATH)
+        return sala__fail(err, SALA_E_STATE, "trees of %d levels of %d candidates: the plan has %d",
+                          p.depth, p.topk, s->draft.topk);
+    for (int i = 0; i < known; i++) {
+        sala__sequence *q = &s->sequences[of[i]];
+        if (p.extend > SALA__DRAFT_EXTEND / 2)
+            code = sala__draft_fill(s, q, q->stored - 1, NULL, err);
+        if (code == 0) code = sala__draft_room(s, q, q->stored - q->draft.seen, err);
+        if (code < 0) return code;
+    }
+    if (p.extend > SALA__DRAFT_EXTEND / 2) p.extend = known;
+    if (s->on_gpu) p.seqs = sala__draft_bucket(known, 1);
+    if (!s->on_gpu) p.seqs = known;
+    p.extend += p.seqs - known;
+    if (s->on_gpu) p.extend = sala__draft_bucket(p.extend, 8);
+    sala__draft_lay(s, &p, of, shape, known);
+    if ((code = sala__draft_run(s, &p, err)) < 0) return code;
+    for (int i = 0; i < known; i++) {
+        sala__sequence *q = &s->sequences[of[i]];
+        trees[which[i]] = s->draft.trees_out[i];
+        q->draft.filled += q->stored - q->draft.seen;
+        q->draft.seen = q->stored;
+    }
     return 0;
 }
 
@@ -10981,6 +11713,7 @@ static void sala__free_sequence(sala *s, sala__sequence *q) {
     q->id = 0;
     q->request = 0;
     q->token_count = 0;
+    sala__draft_drop(s, (int)(q - s->sequences));
 }
 
 SALA_API int sala_release(sala *s, int64_t sequence, sala_error *err) {
@@ -10997,25 +11730,6 @@ SALA_API int sala_release(sala *s, int64_t sequence, sala_error *err) {
 }
 
 // ---- the pass ----
-
-typedef struct sala__pass {
-    sala_rows rows;
-    sala__request **requests; // verify: [rows.seq_count] whose trees these are
-    // Verify: what operations find out, in s->chosen; the loop reads it at the same offsets of s->result.
-    int32_t *chosen;            // [bucket] the token that each row chooses
-    int32_t *accepted;          // [bucket] of each sequence
-    int32_t *accepted_rows;     // [bucket, SALA_MAX_PATH] of each sequence
-    const sala_rows *on_device; // the same where the operations read it: on the CPU, `rows` itself
-    sala_act *logits_x;         // [logits_rows, hidden] the rows whose logits are wanted, inside y
-    int32_t logits_first, logits_rows;
-    float *logits;   // [logits_rows, vocab]
-    int show_logits; // GPU, prefill: bring all of them to the host
-    int bucket;      // rows that the linear operations run with: at least rows.count
-    float *hidden;   // or NULL; element (state l, row r) begins at l * hidden_l + r * hidden_r
-    size_t hidden_l, hidden_r;
-    int32_t *blocks; // or NULL; the same with blocks_l, blocks_r
-    size_t blocks_l, blocks_r;
-} sala__pass;
 
 static void sala__op(sala *s, int operation, const void *args) {
     if (s->observe) s->observe(s->observer, operation, args);
@@ -11316,6 +12030,7 @@ static void sala__run_layer(sala *s, sala__pass *p, int l, int index) {
     sala__norm_for(s, p, w, 1, &norm);
     sala__to_residual(s, p, w->sparse ? s->o : s->q, NULL, &w->o, &norm);
     sala__mlp(s, p, w, l == s->config.dims.layers - 1);
+    sala__draft_capture(s, p, l);
     sala__show_hidden(s, p, l + 1, s->x);
 }
 
@@ -11369,6 +12084,7 @@ static void sala__run_commit(sala *s, const sala__pass *p) {
                           s->pending_k,
                           s->pending_v};
     sala__op(s, SALA__OP_commit, &a);
+    sala__draft_keep(s, p);
 }
 
 // ---- the pass on a GPU ----
@@ -11643,9 +12359,9 @@ static int sala__admit(sala *s, sala__request *r, sala_error *err) {
     if (!r->sequence) {
         int slot = (int)(q - s->sequences);
         q->id = r->id; // a sequence is named after the request that began it
-        sala__draft_forget(s, slot);
         q->stored = q->pending = 0;
         q->root = -1;
+        code = sala__draft_forget(s, slot, err);
         for (int l = 0; l < s->lightning_layers && code == 0; l++) {
             float *state =
                 s->states + ((size_t)l * (size_t)s->plan.slots + (size_t)slot) * s->plan.state;
@@ -11863,6 +12579,8 @@ static int sala__prefill_chunk(sala *s, sala__request *r, int budget, sala_error
     p.logits_rows = shows ? count : last;
     p.logits_first = shows ? 0 : count - 1;
     p.show_logits = shows || (last && r->logprobs);
+    int32_t end = start + (int32_t)left;
+    p.captures = sala__draft_wants(s, r->slot, start, count, end);
     if (shows) sala__prefill_shows(s, count, &p);
     if (s->on_gpu && last) sala__send_counts(s, r);
     if (s->on_gpu && last) sala__set_sampling(s, r, 0, start + count, 0);
@@ -11871,6 +12589,7 @@ static int sala__prefill_chunk(sala *s, sala__request *r, int budget, sala_error
     if (code < 0) return code;
     q->stored += count;
     r->prefilled += count;
+    if ((code = sala__draft_prefill(s, r->slot, start, count, end, err)) < 0) return code;
     sala_event *e = sala__add_event(s, r, SALA_EVENT_PREFILL, err);
     if (!e) return SALA_E_MEMORY;
     e->done = r->prefilled;
@@ -12164,7 +12883,9 @@ static int sala__verify(sala *s, sala_error *err) {
     int n = sala__list_active(s, active);
     if (!n) return 0;
     double start = sala__now();
-    int code = sala__plan_trees(s, active, n, s->plan.node_rows, err);
+    int code = 0;
+    for (int i = 0; i < n && code == 0; i++) code = sala__draft_settle(s, active[i]->slot, err);
+    if (code == 0) code = sala__plan_trees(s, active, n, s->plan.node_rows, err);
     if (code == 0 && s->plant) s->plant(s, active, n, s->plan.node_rows);
     double planned = sala__now();
     if (code == 0) code = sala__lay_trees(s, active, n, &p, err);

@@ -10,6 +10,8 @@
 #include "kernels_sample.h"
 #include "kernels_sparse.h"
 
+#include "kernels_draft.h"
+
 int main(int argc, char **argv) {
     static const check_entry tests[] = {TEST(test_norm),
                                         TEST(test_gemm),
@@ -32,7 +34,8 @@ int main(int argc, char **argv) {
                                         TEST(test_sparse_group_16),
                                         TEST(test_sparse_long),
                                         TEST(test_sparse_top_k),
-                                        SAMPLE_TESTS};
+                                        SAMPLE_TESTS,
+                                        DRAFT_TESTS};
     if (!device_exists()) {
         printf("skipped: no simulator (build/libsala_sim.so) and no SALA_TEST_GPU\n");
         printf("0 passed, 0 failed\n");
