@@ -595,6 +595,7 @@ static int info_rows(const sala_info *i, info_row *rows) {
         {"threads", "threads", INFO_COUNT, i->threads},
         {NULL, "Memory plan", INFO_GROUP, 0},
         {"weight_bytes", "weights", INFO_BYTES, i->weight_bytes},
+        {"draft_weight_bytes", "draft head", INFO_BYTES, i->draft_weight_bytes},
         {"kv_bytes", "K/V cache", INFO_BYTES, i->kv_bytes},
         {"state_bytes", "lightning states", INFO_BYTES, i->state_bytes},
         {"pending_bytes", "pending paths", INFO_BYTES, i->pending_bytes},
@@ -622,6 +623,7 @@ static void info_print(const sala_info *i, const char *path) {
     printf("%-28s %s\n", "prefill", i->prefill);
     printf("%-28s %s\n", "weights", i->weight_kinds);
     printf("%-28s %s\n", "drafts", i->spec);
+    if (i->draft[0]) printf("%-28s %s\n", "draft head", i->draft);
     if (i->chat_template) printf("%-28s %s\n", "chat template", i->chat_template);
     printf("%-28s %.2f\n", "bits per weight", i->bits_per_weight);
     for (int k = 0; i->eos && k < i->eos_count; k++)
@@ -652,6 +654,7 @@ static void info_json(const sala_info *i, const char *path) {
     info_json_word("weight_format", i->weight_format);
     info_json_word("prefill", i->prefill);
     info_json_word("weight_kinds", i->weight_kinds);
+    info_json_word("draft", i->draft);
     info_json_word("chat_template", i->chat_template);
     info_json_word("spec", i->spec);
     for (int r = 0; r < n; r++)

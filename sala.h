@@ -1475,6 +1475,16 @@ static sala__fields sala__fields_inside(const sala__fields *f, int object, const
     return inner;
 }
 
+// The same; of an object that is missing, or null, all fields are missing.
+static sala__fields sala__fields_or_none(const sala__fields *f, const char *name,
+                                         const char *prefix) {
+    if (!sala__field_null(f, name)) return sala__fields_inside(f, sala__field(f, name), prefix);
+    sala__fields none = *f;
+    none.object = -1;
+    none.prefix = prefix;
+    return none;
+}
+
 // A field that, if it is there, must have one value.
 static void sala__field_fixed(sala__fields *f, const char *name, int value, const char *why) {
     const sala__json_node *n = sala__json_at(f->json, sala__field(f, name));
@@ -1752,17 +1762,6 @@ static int sala__config_parse(const sala__env *env, const sala__json *j, const c
     return f.code;
 }
 
-static int sala__config_read(const sala__env *env, const char *path, sala__config *c,
-                             sala_error *err) {
-    sala__json j;
-    memset(c, 0, sizeof *c);
-    int code = sala__json_file(env, path, SALA__CONFIG_LIMIT, &j, err);
-    if (code < 0) return code;
-    code = sala__config_parse(env, &j, path, c, err);
-    sala__json_free(&j);
-    return code;
-}
-
 // ---- config.json of an EAGLE-3 head (speculation.md 1.2, 1.3) ----
 
 // A member that is missing or null has its usual value; the log says so.
@@ -1774,75 +1773,53 @@ static double sala__draft_number(sala__fields *f, const sala__env *env, const ch
     return usual;
 }
 
-// Other kinds of heads, whatever the rest says. `inner` is at eagle_config.
-static void sala__draft_refusals(sala__fields *f, sala__fields *inner) {
+// What would be another kind of head. f: at the file's object, or at eagle_config, where some have it.
+static void sala__draft_refusals(sala__fields *f) {
     static const char *const must_be_false[] = {"norm_before_fc",    "norm_before_residual",
                                                 "parallel_drafting", "attention_bias",
                                                 "mlp_bias",          "tie_word_embeddings"};
+    for (size_t i = 0; i < sizeof must_be_false / sizeof *must_be_false; i++) {
+        const sala__json_node *n = sala__json_at(f->json, sala__field(f, must_be_false[i]));
+        if (n->type != SALA__NULL && !(n->type == SALA__BOOL && n->number == 0))
+            sala__field_refuse(f, must_be_false[i], "false: others are not supported");
+    }
+    if (!sala__field_bool(f, "use_aux_hidden_state", 1))
+        sala__field_refuse(f, "use_aux_hidden_state", "true: EAGLE-3 reads three layers");
     const sala__json *j = f->json;
-    int first = sala__json_at(j, sala__field(f, "architectures"))->child;
+    const int first = sala__json_at(j, sala__field(f, "architectures"))->child;
     const char *name = sala__json_text(j, first);
     char value[64];
     if (first >= 0 && (!name || !strstr(name, "Eagle3")))
-        sala__fields_fail(f,
-                          "architectures names %s; a draft head is an EAGLE-3 one, "
-                          "as LlamaForCausalLMEagle3",
+        sala__fields_fail(f, "architectures names %s; expected LlamaForCausalLMEagle3",
                           sala__json_show(j, first, value));
     sala__field_word(f, "model_type", "llama");
     sala__field_word(f, "hidden_act", "silu");
     sala__field_fixed(f, "num_hidden_layers", 1, "1: heads of more layers are not supported");
-    for (size_t i = 0; i < 2 * sizeof must_be_false / sizeof *must_be_false; i++) {
-        sala__fields *at = i % 2 ? inner : f;
-        const sala__json_node *n = sala__json_at(j, sala__field(at, must_be_false[i / 2]));
-        if (n->type != SALA__NULL && !(n->type == SALA__BOOL && n->number == 0))
-            sala__field_refuse(at, must_be_false[i / 2], "false: others are not supported");
-    }
-    if (!sala__field_bool(inner, "use_aux_hidden_state", 1))
-        sala__field_refuse(inner, "use_aux_hidden_state", "true: EAGLE-3 reads three layers");
-    if (f->code == 0) f->code = inner->code;
 }
 
-// Which layers' outputs it reads. Some files have the numbers of the layers that read those: these
-// begin with 2 where the others begin with 1. What begins otherwise may be either.
+// Which layers' outputs it reads, of `layers`. Some files have the numbers of the layers that read
+// those: they begin with 2 where the others begin with 1. What begins otherwise may be either.
 static void sala__draft_aux(sala__fields *f, const sala__env *env, int32_t layers, int32_t *aux) {
-    static const char *const names[] = {"sala_output_layers", "eagle_aux_hidden_state_layer_ids"};
+    static const char *const names[] = {"eagle_aux_hidden_state_layer_ids", "sala_output_layers"};
     const sala__json *j = f->json;
-    const int own = !sala__field_null(f, names[0]), list = sala__field(f, names[!own]);
-    const int32_t usual[3] = {1, layers / 2 - 1, layers - 4};
-    int32_t shift = 0;
-    memcpy(aux, usual, sizeof usual);
-    if (sala__field_null(f, names[!own])) {
-        if (layers < 7)
-            sala__field_refuse(f, names[1],
-                               "three layers: this model is too small "
-                               "for the usual ones");
-        sala__log(env, SALA_LOG_INFO, "%s: %s%s is not given: taken as [%d, %d, %d]", f->where,
-                  f->prefix, names[1], aux[0], aux[1], aux[2]);
-        return;
-    }
-    if (sala__json_at(j, list)->type != SALA__ARRAY || j->nodes[list].count != 3) {
-        sala__field_refuse(f, names[!own], "a list of three layers");
-        return;
-    }
-    for (int n = j->nodes[list].child, i = 0; n >= 0; n = j->nodes[n].next, i++) {
-        const sala__json_node *x = &j->nodes[n];
-        if (i == 0 && !own && x->is_integer && x->integer == 2) shift = 1;
-        if (i == 0 && !own && !shift && !(x->is_integer && x->integer == 1))
-            sala__fields_fail(f,
-                              "%s%s begins neither with 1 (outputs of layers) nor with 2 (inputs "
-                              "of layers): write the layers whose output it reads as %s%s",
-                              f->prefix, names[1], f->prefix, names[0]);
-        else if (!x->is_integer || x->integer < (i ? aux[i - 1] + shift + 1 : 0) ||
-                 x->integer > layers - 1 + shift)
-            sala__fields_fail(f, "%s%s must be three rising layers of the %d of the model",
-                              f->prefix, names[!own], layers);
-        if (f->code < 0) return;
-        aux[i] = (int32_t)x->integer - shift;
-    }
-}
-
-static double sala__yarn_scale(double factor, double m) {
-    return factor <= 1 ? 1 : 0.1 * m * log(factor) + 1;
+    const int own = !sala__field_null(f, names[1]), list = sala__field(f, names[own]);
+    int64_t ids[3] = {1, layers / 2 - 1, layers - 4};
+    if (sala__field_null(f, names[own]))
+        sala__log(env, SALA_LOG_INFO, "%s: %s is not given: taken as [1, %d, %d]", f->where,
+                  names[0], (int)ids[1], (int)ids[2]);
+    else if (sala__json_at(j, list)->type != SALA__ARRAY || j->nodes[list].count != 3 ||
+             sala__json_sizes(j, list, ids) != 3)
+        sala__field_refuse(f, names[own], "three rising layers");
+    const int64_t shift = own ? 0 : ids[0] - 1;
+    if (shift != 0 && shift != 1)
+        sala__fields_fail(f,
+                          "%s begins neither with 1 (outputs of layers) nor with 2 (inputs): write "
+                          "the layers whose output it reads as eagle_config.%s",
+                          names[0], names[1]);
+    else if (ids[1] <= ids[0] || ids[2] <= ids[1] || ids[2] - shift >= layers)
+        sala__fields_fail(f, "%s must be three rising layers of the %d of the model", names[own],
+                          layers);
+    for (int i = 0; i < 3 && f->code == 0; i++) aux[i] = (int32_t)(ids[i] - shift);
 }
 
 // The pair of dimensions that turns so many times over `positions`.
@@ -1852,15 +1829,14 @@ static double sala__yarn_pair(double turns, double dim, double theta, double pos
 
 // c->frequency, as Hugging Face's modeling_rope_utils has it. f: at the object that describes the
 // scaling. YaRN's factor of q and of k goes into the scale of their product.
-static void sala__draft_frequencies(sala__fields *f, const sala__env *env, sala__config *c,
-                                    double theta) {
-    const sala__json *j = f->json;
-    const char *kind = sala__json_text(j, sala__field(f, "rope_type"));
-    if (!kind) kind = sala__json_text(j, sala__field(f, "type"));
-    const int linear = kind && *kind == 'l' && kind[1] == 'i', yarn = kind && *kind == 'y',
-              llama = kind && *kind == 'l' && !linear, half = c->dims.head_dim / 2;
-    double factor = 1, old = (double)c->max_positions, low = 1, high = 1, scale = 1;
-    if (linear || yarn || llama) factor = sala__field_number(f, "factor", 0, 0, 1, 1e6);
+static void sala__draft_frequencies(sala__fields *f, const sala__env *env, sala__config *c) {
+    const char *kind = sala__json_text(f->json, sala__field(f, "rope_type"));
+    if (!kind) kind = sala__json_text(f->json, sala__field(f, "type"));
+    const int scaled = kind && *kind != 'd', yarn = scaled && *kind == 'y',
+              llama = scaled && !yarn && kind[1] == 'l', dim = c->dims.head_dim;
+    double factor = 1, old = (double)c->max_positions, low = 1, high = 1,
+           theta = (double)c->dims.rope_theta;
+    if (scaled) factor = sala__field_number(f, "factor", 0, 0, 1, 1e6);
     if (factor < 1) sala__field_refuse(f, "factor", "a number");
     if (yarn || llama)
         old = sala__draft_number(f, env, "original_max_position_embeddings", old, 1, 1e9);
@@ -1869,26 +1845,17 @@ static void sala__draft_frequencies(sala__fields *f, const sala__env *env, sala_
         high = sala__draft_number(f, env, "high_freq_factor", 4, 1e-3, 1e6);
         if (high <= low) sala__field_refuse(f, "high_freq_factor", "more than low_freq_factor");
     } else if (yarn) {
-        int cut = sala__field_bool(f, "truncate", 1);
-        low = sala__field_null(f, "beta_fast")
-                  ? 32
-                  : sala__field_number(f, "beta_fast", 0, 32, 1e-3, 1e6);
-        high = sala__field_null(f, "beta_slow")
-                   ? 1
-                   : sala__field_number(f, "beta_slow", 0, 1, 1e-3, 1e6);
-        low = sala__yarn_pair(low, 2 * half, theta, old);
-        high = sala__yarn_pair(high, 2 * half, theta, old);
-        low = fmax(cut ? floor(low) : low, 0);
-        high = fmin(cut ? ceil(high) : high, 2 * half - 1);
+        double most = sala__draft_number(f, env, "beta_fast", 32, 1e-3, 1e6);
+        double least = sala__draft_number(f, env, "beta_slow", 1, 1e-3, 1e6);
+        double scale = 0.1 * log(factor) + 1;
+        low = fmax(floor(sala__yarn_pair(most, dim, theta, old)), 0);
+        high = fmin(ceil(sala__yarn_pair(least, dim, theta, old)), dim - 1);
         if (low == high) high += 0.001;
-        scale = sala__yarn_scale(factor, sala__field_number(f, "mscale", 0, 1, 0, 1e3)) /
-                sala__yarn_scale(factor, sala__field_number(f, "mscale_all_dim", 0, 0, 0, 1e3));
-        if (!sala__field_null(f, "attention_factor"))
-            scale = sala__field_number(f, "attention_factor", 0, scale, 1e-3, 1e3);
+        scale = sala__draft_number(f, env, "attention_factor", scale, 1e-3, 1e3);
         c->dims.attn_scale *= (float)(scale * scale);
     }
-    for (int i = 0; i < half && c->frequency; i++) {
-        double x = 1 / pow(theta, 2.0 * i / (2 * half)), part = linear; // part: how much is slowed
+    for (int i = 0; i < dim / 2 && c->frequency; i++) {
+        double x = 1 / pow(theta, 2.0 * i / dim), part = scaled; // part: how much is slowed
         if (llama) part = 1 - (old * x / 6.283185307179586 - low) / (high - low);
         if (yarn) part = (i - low) / (high - low);
         part = fmin(fmax(part, 0), 1);
@@ -1898,22 +1865,22 @@ static void sala__draft_frequencies(sala__fields *f, const sala__env *env, sala_
 
 // Its base and scaling: newer exports have both in rope_parameters.
 static void sala__draft_rope(sala__fields *f, const sala__env *env, sala__config *c) {
-    static const char kinds[] = "default linear llama3 yarn";
+    static const char kinds[] = "default linear llama3 yarn", *const unknown[] = {"mscale",
+                                                                                  "mscale_all_dim",
+                                                                                  "truncate"};
     const int newer = !sala__field_null(f, "rope_parameters");
     const char *name = newer ? "rope_parameters" : "rope_scaling";
-    sala__fields r = *f;
-    r.object = -1;
-    if (!sala__field_null(f, name))
-        r = sala__fields_inside(f, sala__field(f, name),
-                                newer ? "rope_parameters." : "rope_scaling.");
+    sala__fields r = sala__fields_or_none(f, name, newer ? "rope_parameters." : "rope_scaling.");
     sala__field_word(&r, "rope_type", kinds);
     sala__field_word(&r, "type", kinds);
     sala__field_fixed(&r, "partial_rotary_factor", 1, "1: others are not supported");
-    const int inside = !sala__field_null(&r, "rope_theta");
-    double theta = sala__draft_number(inside ? &r : f, env, "rope_theta", 10000, 1.001, 1e12);
-    c->dims.rope_theta = (float)theta;
-    if (r.code == 0) r.code = f->code;
-    if (r.code == 0) sala__draft_frequencies(&r, env, c, (double)c->dims.rope_theta);
+    for (int i = 0; i < 3; i++)
+        if (!sala__field_null(&r, unknown[i])) sala__field_refuse(&r, unknown[i], "none");
+    if (r.code == 0) {
+        sala__fields *at = sala__field_null(&r, "rope_theta") ? f : &r;
+        c->dims.rope_theta = (float)sala__draft_number(at, env, "rope_theta", 1e4, 1.001, 1e12);
+    }
+    if (r.code == 0 && f->code == 0) sala__draft_frequencies(&r, env, c);
     if (f->code == 0) f->code = r.code;
 }
 
@@ -1931,11 +1898,8 @@ static void sala__draft_shape(sala__fields *f, const sala__env *env, const sala_
     snprintf(of_target, sizeof of_target, "%d, the model's", t->vocab);
     sala__field_fixed(f, "vocab_size", t->vocab, of_target);
     d->layers = 1;
-    d->ffn = sala__field_int(f, "intermediate_size", 0, 1, 1 << 20);
-    d->heads = sala__field_int(f, "num_attention_heads", 0, 1, 4096);
-    if (d->ffn < 1) sala__field_refuse(f, "intermediate_size", "a number");
-    if (d->heads < 1) sala__field_refuse(f, "num_attention_heads", "a number");
-    if (f->code < 0) return;
+    d->ffn = sala__field_int(f, "intermediate_size", t->ffn, 1, 1 << 20);
+    d->heads = sala__field_int(f, "num_attention_heads", t->heads, 1, 4096);
     d->kv_heads = sala__field_int_or_null(f, "num_key_value_heads", d->heads, 1, d->heads);
     d->head_dim = sala__field_int_or_null(f, "head_dim", d->hidden / d->heads, 1, 4096);
     d->sparse_rope = 1;
@@ -1944,7 +1908,7 @@ static void sala__draft_shape(sala__fields *f, const sala__env *env, const sala_
     d->kernel = 32;
     d->stride = 16;
     d->init_blocks = d->local_blocks = 1;
-    d->top_k = 2;
+    d->top_k = 3;
     d->dense_len = INT32_MAX;
     d->eps = (float)sala__draft_number(f, env, "rms_norm_eps", 1e-6, 1e-12, 1);
     d->embed_scale = d->residual_scale = d->logit_divisor = 1;
@@ -1964,16 +1928,14 @@ static int sala__draft_config_parse(const sala__env *env, const sala__json *j, c
     c->bos = c->pad = -1;
     c->own_head = 1;
     if (j->nodes[0].type != SALA__OBJECT) sala__fields_fail(&f, "not a JSON object");
-    sala__fields inner = f;
-    inner.object = -1;
-    if (!sala__field_null(&f, "eagle_config"))
-        inner = sala__fields_inside(&f, sala__field(&f, "eagle_config"), "eagle_config.");
-    sala__draft_refusals(&f, &inner);
+    sala__draft_refusals(&f);
     sala__config_scheme(&f, &c->scheme);
-    if (f.code == 0) sala__draft_shape(&f, env, target, c);
-    inner.code = f.code;
-    if (f.code == 0) sala__draft_aux(&inner, env, target->dims.layers, c->aux);
-    if ((f.code = inner.code) < 0) return f.code;
+    sala__fields inner = sala__fields_or_none(&f, "eagle_config", "eagle_config.");
+    sala__draft_refusals(&inner);
+    sala__draft_aux(&inner, env, target->dims.layers, c->aux);
+    f.code = inner.code;
+    sala__draft_shape(&f, env, target, c);
+    if (f.code < 0) return f.code;
     size_t half = (size_t)c->dims.head_dim / 2;
     c->sparse = (int32_t *)sala__alloc(env, 1, sizeof *c->sparse, "the draft head", err);
     c->frequency = (float *)sala__alloc(env, half, sizeof(float), "rotary tables", err);
@@ -1984,15 +1946,22 @@ static int sala__draft_config_parse(const sala__env *env, const sala__json *j, c
     return f.code;
 }
 
+// The config.json of a head for `target`, or (NULL) of a model.
 static int sala__draft_config_read(const sala__env *env, const char *path,
                                    const sala__config *target, sala__config *c, sala_error *err) {
     sala__json j;
     memset(c, 0, sizeof *c);
     int code = sala__json_file(env, path, SALA__CONFIG_LIMIT, &j, err);
     if (code < 0) return code;
-    code = sala__draft_config_parse(env, &j, path, target, c, err);
+    code = target ? sala__draft_config_parse(env, &j, path, target, c, err)
+                  : sala__config_parse(env, &j, path, c, err);
     sala__json_free(&j);
     return code;
+}
+
+static int sala__config_read(const sala__env *env, const char *path, sala__config *c,
+                             sala_error *err) {
+    return sala__draft_config_read(env, path, NULL, c, err);
 }
 
 // generation_config.json, if the folder has one: its special tokens are newer than config.json's.
@@ -2841,86 +2810,72 @@ static int sala__draft_names(sala__checkpoint *ck, sala_error *err) {
     return sala__tensors_sort(ck, err);
 }
 
-// d2t, if it is there: int64 [draft_vocab] offsets. Token i of the head is the target's i + d2t[i].
-static int sala__draft_targets(const sala__checkpoint *ck, const sala__config *c,
-                               const sala__tensor *t, int32_t *ids, sala_error *err) {
-    int64_t before = -1;
-    if (t && (strcmp(t->dtype, "I64") != 0 || !sala__shape_is(t, c->draft_vocab, 0, 1)))
-        return sala__fail(err, SALA_E_MODEL,
-                          "%s: tensor d2t is %s with %lld elements; expected I64 and %d, "
-                          "draft_vocab_size",
-                          t->file, t->dtype, (long long)(t->rank == 1 ? t->shape[0] : -1),
-                          c->draft_vocab);
-    if (!t && c->draft_vocab != c->dims.vocab)
+// One of its tables, or NULL if it has none.
+static int sala__draft_table(sala__checkpoint *ck, const char *name, const char *dtype,
+                             int32_t count, const char **data, sala_error *err) {
+    char shape[192];
+    const sala__tensor *t = sala__checkpoint_find(ck, name);
+    *data = t ? (const char *)t->data : NULL;
+    if (!t || (strcmp(t->dtype, dtype) == 0 && sala__shape_is(t, count, 0, 1))) return 0;
+    return sala__fail(err, SALA_E_MODEL, "%s: tensor %s is %s %s; expected %s [%d]", t->file, name,
+                      t->dtype, sala__shape_text(t->shape, t->rank, shape), dtype, count);
+}
+
+// d2t holds offsets: token i of the head is the target's i + d2t[i]. t2d is true for exactly those.
+static int sala__draft_targets(sala__checkpoint *ck, const sala__config *c, int32_t *ids,
+                               sala_error *err) {
+    static const char ask[] = "does d2t hold tokens instead of offsets?";
+    const int32_t count = c->draft_vocab, vocab = c->dims.vocab;
+    const char *d2t, *t2d;
+    int code = sala__draft_table(ck, "d2t", "I64", count, &d2t, err);
+    if (code == 0) code = sala__draft_table(ck, "t2d", "BOOL", vocab, &t2d, err);
+    if (code < 0) return code;
+    if (!d2t && count != vocab)
         return sala__fail(err, SALA_E_MODEL,
                           "%s: tensor d2t is missing: it says which of the %d tokens the %d of the "
                           "draft head are",
-                          ck->folder, c->dims.vocab, c->draft_vocab);
-    for (int32_t i = 0; i < c->draft_vocab; i++) {
+                          ck->folder, vocab, count);
+    for (int32_t i = 0, id = 0; i < count; i++, id++) { // id: beyond the one before
         int64_t offset = 0;
-        if (t) memcpy(&offset, (const char *)t->data + 8 * (int64_t)i, 8);
-        int64_t id = offset > INT32_MAX || offset < -INT32_MAX ? -1 : i + offset;
-        if (id < 0 || id >= c->dims.vocab || id <= before)
+        if (d2t) memcpy(&offset, d2t + 8 * (int64_t)i, 8);
+        if (offset < id - i || offset >= vocab - i)
             return sala__fail(
                 err, SALA_E_MODEL,
                 "%s: tensor d2t: element %d is %lld; its tokens (element + its place) "
-                "must rise and lie below %d: does it hold tokens instead of offsets?",
-                t ? t->file : ck->folder, i, (long long)offset, c->dims.vocab);
-        ids[i] = (int32_t)(before = id);
+                "must rise and lie below %d: %s",
+                ck->folder, i, (long long)offset, vocab, ask);
+        ids[i] = id = (int32_t)(i + offset);
     }
-    return 0;
-}
-
-// t2d, if it is there, is true for exactly the target's tokens that the head knows.
-static int sala__draft_agrees(const sala__config *c, const sala__tensor *t, const int32_t *ids,
-                              sala_error *err) {
-    if (!t) return 0;
-    if (strcmp(t->dtype, "BOOL") != 0 || !sala__shape_is(t, c->dims.vocab, 0, 1))
-        return sala__fail(err, SALA_E_MODEL,
-                          "%s: tensor t2d is %s with %lld bytes; expected BOOL and vocab_size, %d",
-                          t->file, t->dtype, (long long)t->bytes, c->dims.vocab);
-    for (int32_t id = 0, i = 0; id < c->dims.vocab; id++) {
-        int in = i < c->draft_vocab && ids[i] == id, said = ((const char *)t->data)[id] != 0;
-        if (in != said)
+    for (int32_t id = 0, i = 0; id < vocab && t2d; id++) {
+        int known = i < count && ids[i] == id;
+        if (known != (t2d[id] != 0))
             return sala__fail(err, SALA_E_MODEL,
-                              "%s: tensor t2d is %s for token %d, but by d2t the head %s it: does "
-                              "d2t hold tokens instead of offsets?",
-                              t->file, said ? "true" : "false", id, in ? "knows" : "lacks");
-        i += in;
+                              "%s: tensor t2d is %s for token %d, but by d2t the head %s it: %s",
+                              ck->folder, known ? "false" : "true", id, known ? "knows" : "lacks",
+                              ask);
+        i += known;
     }
     return 0;
 }
 
-static int sala__is_among(const int32_t *ids, int32_t count, int32_t id) { // rising
-    int32_t low = 0;
-    for (int32_t high = count; low < high;) {
-        int32_t middle = low + (high - low) / 2;
-        if (ids[middle] < id)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low < count && ids[low] == id;
-}
-
-// w->target_ids from d2t and t2d, or without files spread evenly.
+// w->target_ids from d2t and t2d, or (ck NULL: no files) spread evenly.
 static int sala__draft_ids(const sala__env *env, sala__checkpoint *ck, const sala__config *c,
                            const sala__config *target, sala__weights *w, sala_error *err) {
-    size_t bytes = (size_t)c->draft_vocab * sizeof *w->target_ids;
-    int code = 0;
-    w->target_ids = (int32_t *)sala__weights_take(env, w, bytes, "the draft vocabulary", err);
-    if (!w->target_ids) return SALA_E_MEMORY;
-    for (int64_t i = 0; i < c->draft_vocab && !ck; i++)
-        w->target_ids[i] = (int32_t)(i * c->dims.vocab / c->draft_vocab);
+    const int32_t count = c->draft_vocab;
+    int32_t *ids = (int32_t *)sala__weights_take(env, w, (size_t)count * 4, "draft tokens", err);
+    if (!ids) return SALA_E_MEMORY;
+    w->target_ids = ids;
+    for (int64_t i = 0; i < count && !ck; i++) ids[i] = (int32_t)(i * c->dims.vocab / count);
     if (!ck) return 0;
-    code = sala__draft_targets(ck, c, sala__checkpoint_find(ck, "d2t"), w->target_ids, err);
-    if (code == 0)
-        code = sala__draft_agrees(c, sala__checkpoint_find(ck, "t2d"), w->target_ids, err);
-    for (int i = 0; i < target->eos_count && code == 0; i++)
-        if (!sala__is_among(w->target_ids, c->draft_vocab, target->eos[i]))
+    int code = sala__draft_targets(ck, c, ids, err);
+    for (int e = 0; e < target->eos_count && code == 0; e++) {
+        int32_t at = 0;
+        while (at < count && ids[at] != target->eos[e]) at++;
+        if (at == count)
             sala__log(env, SALA_LOG_WARNING,
                       "%s: the end token %d is not in the draft vocabulary: ends are never drafted",
-                      ck->folder, target->eos[i]);
+                      ck->folder, target->eos[e]);
+    }
     return code;
 }
 
@@ -3183,6 +3138,7 @@ static int sala__synthetic_plan(const sala__env *env, const sala__config *c, sal
                                 const sala_options *o, sala_error *err) {
     int code = sala__weights_plan(env, c, w, err);
     if (code == 0) code = sala__synthetic_formats(env, c, w, o, err);
+    if (code == 0 && c->eagle) code = sala__draft_ids(env, NULL, c, NULL, w, err);
     if (code < 0) sala__weights_free(env, w);
     return code;
 }
@@ -9838,6 +9794,16 @@ static int64_t sala__measure(sala *s) {
            p->weight_bytes + p->draft_weight_bytes + s->draft.kv_bytes;
 }
 
+static int sala__formats_of(const sala__config *c,
+                            sala__weights *w) { // 4-bit ones, see sala.formats
+    sala__item item;
+    int formats = 0;
+    for (int i = 0; i < sala__item_count(c); i++)
+        if (sala__item_at(c, w, i, &item) && sala__is_4bit(item.weight->format))
+            formats |= 1 << item.weight->format;
+    return formats;
+}
+
 // How prefill multiplies with 4-bit weights on this device (design.md 4).
 static int sala__choose_prefill(sala *s, sala_error *err) {
     const char *ask = s->options.prefill ? s->options.prefill : "auto";
@@ -9845,15 +9811,10 @@ static int sala__choose_prefill(sala *s, sala_error *err) {
     char lacking[sizeof(((sala__item *)0)->name)] = "";
     sala__item item;
     int nvfp4 = 0;
-    s->formats = s->w4a4 = 0;
-    for (int i = 0; s->has_draft && i < sala__item_count(&s->draft_config); i++)
-        if (sala__item_at(&s->draft_config, &s->draft_weights, i, &item) &&
-            sala__is_4bit(item.weight->format))
-            s->formats |= 1 << item.weight->format;
+    s->formats = sala__formats_of(&s->config, &s->weights);
     for (int i = 0; i < sala__item_count(&s->config); i++) {
         if (!sala__item_at(&s->config, &s->weights, i, &item)) continue;
         const sala_weight *w = item.weight;
-        if (sala__is_4bit(w->format)) s->formats |= 1 << w->format;
         if (w->format != SALA_NVFP4 || item.layer < 0) continue;
         nvfp4 = 1;
         if (!(w->input_scale > 0) && !*lacking) memcpy(lacking, item.name, sizeof lacking);
@@ -9872,9 +9833,10 @@ static int sala__choose_prefill(sala *s, sala_error *err) {
     return 0;
 }
 
-static unsigned sala__gpu_units(const sala *s) { // of kernels that this model needs
+static unsigned sala__gpu_units(sala *s) { // of kernels that this model needs
     unsigned units = 7;
     if (s->formats) units |= 1 << 3;
+    if (s->has_draft && sala__formats_of(&s->draft_config, &s->draft_weights)) units |= 1 << 3;
     if (s->formats >> SALA_NVFP4 & 1) units |= 1 << 4;
     if (s->formats >> SALA_INT4 & 1) units |= 1 << 5;
     return s->w4a4 ? units | 1 << 6 : units;
@@ -10024,10 +9986,7 @@ static int sala__read_draft(sala *s, sala_error *err) {
     sala__release(&s->env, file);
     if (code < 0) return code;
     s->has_draft = 1;
-    if (s->options.synthetic) {
-        code = sala__synthetic_plan(&s->env, c, w, &s->options, err);
-        return code < 0 ? code : sala__draft_ids(&s->env, NULL, c, &s->config, w, err);
-    }
+    if (s->options.synthetic) return sala__synthetic_plan(&s->env, c, w, &s->options, err);
     if ((code = sala__scheme_files_read(&s->env, path, c, err)) < 0) return code;
     if ((code = sala__checkpoint_open(&s->env, path, &s->draft_checkpoint, err)) < 0) return code;
     return sala__draft_bind(&s->env, &s->draft_checkpoint, c, &s->config, &s->weights, w, err);
@@ -10234,12 +10193,6 @@ static int sala__choose_device(sala *s, sala_error *err) {
                ? sala__gpu_supports(&s->config.dims, &reason)
                : sala__fail(&reason, SALA_E_DEVICE, "kernels have BF16 activations, not FP32");
     if (code == 0) code = sala__gpu_takes(&s->config, &s->weights, &reason);
-    if (code == 0 && s->has_draft) {
-        sala_error why;
-        code = sala__gpu_supports(&s->draft_config.dims, &why);
-        if (code == 0) code = sala__gpu_takes(&s->draft_config, &s->draft_weights, &why);
-        if (code < 0) sala__fail(&reason, code, "the draft head: %s", why.text);
-    }
     if (code < 0) {
         sala__cuda_close(&s->gpu.cuda);
         if (text && strcmp(text, "auto") != 0) return sala__fail(err, code, "%s", reason.text);
@@ -10247,6 +10200,11 @@ static int sala__choose_device(sala *s, sala_error *err) {
         return 0;
     }
     s->on_gpu = 1;
+    if (s->has_draft) { // never a reason to leave the GPU
+        code = sala__gpu_supports(&s->draft_config.dims, &reason);
+        if (code == 0) code = sala__gpu_takes(&s->draft_config, &s->draft_weights, &reason);
+        if (code < 0) return sala__fail(err, code, "draft %s: %s", s->options.draft, reason.text);
+    }
     double free_mib = 0, total_mib = 0;
     if ((code = sala__cuda_enter(&s->gpu.cuda, err)) < 0) return code;
     sala__cuda_free_memory(&s->gpu.cuda, &free_mib, &total_mib);
@@ -10276,16 +10234,6 @@ static void sala__fill_part(void *context, int64_t part, int thread) {
                            (int)part, SALA__FILL_PARTS);
 }
 
-static int sala__make_draft(sala *s, sala_error *err) { // synthetic
-    sala__config *c = &s->draft_config;
-    sala__weights *w = &s->draft_weights;
-    sala__weights_free(&s->env, w);
-    int code = sala__weights_allocate(&s->env, c, w, &s->options, err);
-    if (code == 0) code = sala__draft_ids(&s->env, NULL, c, &s->config, w, err);
-    sala__draft_share(c, w, &s->weights);
-    return code;
-}
-
 static int sala__open_cpu(sala *s, sala_error *err) {
     int code = sala__cpu_open(&s->env, s->options.threads, s->plan.thread_scratch, &s->cpu, err);
     if (code < 0) return code;
@@ -10294,7 +10242,12 @@ static int sala__open_cpu(sala *s, sala_error *err) {
     sala__progress(&s->env, "making weights", 0.7);
     sala__weights_free(&s->env, &s->weights);
     code = sala__weights_allocate(&s->env, &s->config, &s->weights, &s->options, err);
-    if (code == 0 && s->has_draft) code = sala__make_draft(s, err);
+    if (code == 0 && s->has_draft) {
+        sala__weights_free(&s->env, &s->draft_weights);
+        code =
+            sala__weights_allocate(&s->env, &s->draft_config, &s->draft_weights, &s->options, err);
+        sala__draft_share(&s->draft_config, &s->draft_weights, &s->weights);
+    }
     if (code == 0) sala__parallel(&s->cpu, SALA__FILL_PARTS, sala__fill_part, s);
     return code;
 }

@@ -593,31 +593,59 @@ static void draft_there(sala *s, const sala__weights *host) {
     free(bits);
 }
 
-static void test_draft_head(void) {
-    char path[] = "/tmp/sala-head-XXXXXX";
-    int file = mkstemp(path);
-    FILE *f = file < 0 ? NULL : fdopen(file, "wb");
+static void draft_head(const char *model, const char *draft, const char *weights) {
+    sala_options o = cuda_options(1, 0);
+    o.synthetic = weights != NULL;
+    o.weights = weights;
+    o.draft = draft;
+    session g = session_open(model, &o);
+    o.device = "cpu";
+    session c = session_open(model, &o);
+    draft_there(g.engine, &c.engine->draft_weights);
+    CHECK(g.info.draft_weight_bytes > 0 && strcmp(g.info.draft, c.info.draft) == 0, "\"%s\"",
+          g.info.draft);
+    CHECK(!g.engine->weights.blocks && !g.engine->draft_weights.blocks, "the host has a copy");
+    session_close(&g);
+    session_close(&c);
+}
+
+static void put_head(const char *path, int heads) {
+    FILE *f = fopen(path, "wb");
     if (!f) die(path, "cannot write");
-    fputs("{\"draft_vocab_size\":300,\"intermediate_size\":640,\"num_attention_heads\":2,"
-          "\"eagle_config\":{\"eagle_aux_hidden_state_layer_ids\":[1,3,5]}}",
-          f);
+    fprintf(f,
+            "{\"draft_vocab_size\":300,\"intermediate_size\":640,\"num_attention_heads\":%d,"
+            "\"eagle_config\":{\"eagle_aux_hidden_state_layer_ids\":[1,3,5]}}",
+            heads);
     fclose(f);
+}
+
+// Made by a hash like the model; and an NVFP4 head of files beside a BF16 model.
+static void test_draft_head(void) {
+    static const char *const names[] = {"config.json", "model.safetensors", "head.json"};
+    char folder[] = "/tmp/sala-head-XXXXXX", path[600];
+    quant_options q = {.kind = SALA__MODELOPT, .fused = QUANT_FUSED_NAMES, .tables = 3};
+    quant_model m;
+    if (!mkdtemp(folder)) die(folder, "cannot make a folder");
+    snprintf(path, sizeof path, "%s/head.json", folder);
+    put_head(path, 2);
+    draft_head(SALA_TINY "/config.json", path, "bf16");
+    draft_head(SALA_TINY "/config.json", path, "nvfp4");
+    draft_head(SALA_TINY "/config.json", path, "int4");
+    q.target = SALA_TINY "/config.json";
+    quant_make(path, &q, &m);
+    quant_write(&m, folder, path);
+    quant_free(&m);
+    draft_head(SALA_TINY, folder, NULL);
+    put_head(path, 4); // of 64 elements
+    sala_options o = cuda_options(1, 0);
+    o.synthetic = 1;
+    o.draft = path;
+    refused(SALA_TINY "/config.json", &o, "head_dim is 64, but the CUDA kernels need 128");
     for (int i = 0; i < 3; i++) {
-        static const char *const weights[] = {"bf16", "nvfp4", "int4"};
-        sala_options o = cuda_options(1, 0);
-        o.synthetic = 1;
-        o.weights = weights[i];
-        o.draft = path;
-        session g = session_open(SALA_TINY "/config.json", &o);
-        o.device = "cpu";
-        session c = session_open(SALA_TINY "/config.json", &o);
-        draft_there(g.engine, &c.engine->draft_weights);
-        CHECK(g.info.draft_weight_bytes > 0 && strcmp(g.info.draft, c.info.draft) == 0, "\"%s\"",
-              g.info.draft);
-        session_close(&g);
-        session_close(&c);
+        snprintf(path, sizeof path, "%s/%s", folder, names[i]);
+        unlink(path);
     }
-    unlink(path);
+    rmdir(folder);
 }
 
 int main(int argc, char **argv) {

@@ -2,6 +2,7 @@
 
         make build/make_models
         build/make_models config.json OUT modelopt shards=2
+        build/make_models bench/configs/eagle3-437m.json OUT modelopt fused=3 names=1 target=DIR/config.json
 
     For trying a loader, this one or another, where the real files cannot be had: sizes, names, types and
     configuration are theirs, at the geometry of any config.json. There is no tokenizer; copy one. */
@@ -16,7 +17,12 @@ static const char usage[] =
     "1)\n"
     "         weight_only, fused (1: one F32 scale, 2: one each, 3: under the parts' names), head, "
     "beside\n"
-    "         (configuration in a file of its own), shards, seed\n";
+    "         (configuration in a file of its own), shards, seed\n"
+    "draft heads: CONFIG.JSON is that of an EAGLE-3 head, target=FILE its model's\n"
+    "names    names (0: midlayer, 1: model.midlayer, 2: layers.0), bias, embed (its own), shared "
+    "(the "
+    "model's\n"
+    "         head), tables (1: d2t, 2: t2d, 3: both, the default)\n";
 
 static int fail(const char *what, const char *why) {
     fprintf(stderr, "make_models: %s: %s\n", what, why);
@@ -31,7 +37,10 @@ static int set(quant_options *o, const char *text) { // NAME=NUMBER
                  {"v2", &o->v2},         {"f16", &o->f16},
                  {"g_idx", &o->g_idx},   {"weight_only", &o->weight_only},
                  {"fused", &o->fused},   {"head", &o->head},
-                 {"shards", &o->shards}, {"beside", &o->beside}};
+                 {"shards", &o->shards}, {"beside", &o->beside},
+                 {"names", &o->names},   {"bias", &o->bias},
+                 {"embed", &o->embed},   {"shared", &o->shared},
+                 {"tables", &o->tables}};
     const char *equals = strchr(text, '=');
     char *end = NULL;
     long value = equals ? strtol(equals + 1, &end, 10) : 0;
@@ -64,10 +73,15 @@ int main(int argc, char **argv) {
     for (int i = 0; i < 5; i++)
         if (strcmp(argv[3], layouts[i]) == 0) o.kind = i;
     if (o.kind < 0) return fail(argv[3], "no such layout");
+    o.tables = 3;
     for (int i = 4; i < argc; i++)
-        if (!set(&o, argv[i])) return fail(argv[i], "no such NAME=NUMBER");
+        if (strncmp(argv[i], "target=", 7) == 0)
+            o.target = argv[i] + 7;
+        else if (!set(&o, argv[i]))
+            return fail(argv[i], "no such NAME=NUMBER");
     if (o.fused < 0 || o.fused > 3 || (o.fused && !o.kind))
         return fail("fused", "0 to 3, and not with mixed");
+    if (o.names < 0 || o.names > 2) return fail("names", "0 to 2");
     if (o.group == 0 || o.group % 32 > 0 || o.shards < 0)
         return fail("group, shards", "out of range");
     quant_make(argv[1], &o, &m);

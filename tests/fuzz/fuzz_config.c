@@ -1,7 +1,8 @@
 #define SALA_IMPLEMENTATION
 #include "../../sala.h"
 // config.json: what is accepted must satisfy everything that the engine takes for granted, and no
-// sum over the model's tensors may overflow. The first byte may ask for an allocation to fail.
+// sum over the model's tensors may overflow. The first byte may ask for an allocation to fail; from 'e'
+// on it is the config.json of a draft head for a model of the usual size.
 #include "fuzz.h"
 
 static void check_config(const sala__env *env, const sala__config *c) {
@@ -40,6 +41,35 @@ static void check_config(const sala__env *env, const sala__config *c) {
     sala__weights_free(env, &w);
 }
 
+static void check_draft(const sala__env *env, const sala__config *c, const sala__config *target) {
+    REQUIRE(c->eagle && c->dims.hidden == target->dims.hidden && c->dims.layers == 1);
+    REQUIRE(c->aux[0] >= 0 && c->aux[1] > c->aux[0] && c->aux[2] > c->aux[1]);
+    REQUIRE(c->aux[2] < target->dims.layers);
+    REQUIRE(c->draft_vocab >= 1 && c->draft_vocab <= target->dims.vocab);
+    for (int i = 0; i < c->dims.head_dim / 2; i++)
+        REQUIRE(c->frequency[i] > 0 && c->frequency[i] <= 1);
+    check_config(env, c);
+}
+
+// config.json of a model, or of a draft head for `target`.
+static int parse(const sala__env *env, const sala__json *j, int draft, sala__config *c,
+                 sala_error *err) {
+    static const char model[] = "{\"model_type\":\"minicpm_sala\",\"num_hidden_layers\":7,"
+                                "\"mixer_types\":[\"minicpm4\",\"minicpm4\",\"minicpm4\","
+                                "\"minicpm4\",\"minicpm4\",\"minicpm4\",\"minicpm4\"]}";
+    sala__env plain = {NULL, NULL, NULL, NULL};
+    sala__json m;
+    sala__config target;
+    if (!draft) return sala__config_parse(env, j, "fuzz", c, err);
+    REQUIRE(sala__json_parse(&plain, "model", model, sizeof model - 1, &m, err) == 0);
+    REQUIRE(sala__config_parse(&plain, &m, "model", &target, err) == 0);
+    int code = sala__draft_config_parse(env, j, "fuzz", &target, c, err);
+    if (code == 0) check_draft(env, c, &target);
+    sala__config_free(&plain, &target);
+    sala__json_free(&m);
+    return code;
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     fuzz_memory memory = {0, 0, 0};
     sala__env env = {&memory, fuzz_allocate, fuzz_log, NULL};
@@ -52,7 +82,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (code < 0) {
         fuzz_error(code, &err);
     } else {
-        code = sala__config_parse(&env, &j, "fuzz", &c, &err);
+        code = parse(&env, &j, data[0] >= 'e', &c, &err);
         sala__json_free(&j);
         if (code < 0) {
             fuzz_error(code, &err);
