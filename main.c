@@ -13,6 +13,7 @@
 #include "tools/eval.c"
 #include "tools/bench.c"
 #include "tools/compare.c"
+#include "tools/show_tree.c"
 
 /* ---- generating: what run and chat share ---------------------------------------------------- */
 
@@ -28,7 +29,8 @@ typedef struct generation {
     int64_t sequence; // what was kept
     sala_timings timings;
     double started;
-    int broken; // the engine failed: only sala_close is left
+    int broken;       // the engine failed: only sala_close is left
+    tree_shower tree; // --show-tree
 } generation;
 
 static const char *finish_name(int reason) {
@@ -82,17 +84,18 @@ static int take_event(generation *g, const sala_event *e) {
         if (g->logprobs) add_logprobs(g->logprobs, e);
         if (g->echo) add_space(g, e);
     }
+    if (e->type == SALA_EVENT_TREE) tree_show(&g->tree, g->engine, e);
     if (e->type == SALA_EVENT_FINISH) {
         g->finish_reason = e->finish_reason;
         g->sequence = e->sequence;
         g->timings = e->timings;
     }
-    if (e->type == SALA_EVENT_PREFILL || e->type == SALA_EVENT_ROWS || !e->text_bytes)
-        return CLI_OK;
+    if (!e->text_bytes) return CLI_OK; // prompts, rows and trees have none
     cli_append(&g->text, e->text, e->text_bytes);
     if (!g->print) return CLI_OK;
     cli_progress_clear();
     fwrite(e->text, 1, e->text_bytes, stdout);
+    g->tree.column = e->text[e->text_bytes - 1] != '\n';
     return cli_flush();
 }
 
@@ -136,7 +139,7 @@ static void generation_free(generation *g) {
 
 /* ---- run ------------------------------------------------------------------------------------ */
 
-enum { RUN_CHAT = CLI_OWN, RUN_SYSTEM, RUN_ECHO };
+enum { RUN_CHAT = CLI_OWN, RUN_SYSTEM, RUN_ECHO, RUN_TREE };
 
 static const char story[] = "Once upon a time there was a brave fox named Pip.";
 
@@ -146,6 +149,8 @@ static const cli_option run_options[] = {
     {RUN_CHAT, "chat", NULL, "the prompt is a question: put the model's chat template around it"},
     {RUN_SYSTEM, "system", "TEXT", "with --chat: the system prompt before it"},
     {RUN_ECHO, "echo", NULL, "print the prompt too"},
+    {RUN_TREE, "show-tree", NULL,
+     "show on stderr what was drafted in each step, and what of it was right"},
     {CLI_JSON, "json", NULL, "print one JSON object at the end instead of text as it comes"},
     {0, NULL, NULL, NULL},
 };
@@ -161,6 +166,7 @@ static const cli_command run_command = {
     CLI_REQUEST | CLI_ENGINE,
     "  sala run\n"
     "  sala run -p 'The bear said:' -n 40 --temp 0.8 --seed 7\n"
+    "  sala run -p 'one 1, two 2, three 3, one 1, two' -n 40 --show-tree\n"
     "  sala run --chat -p 'What does the cow say?' --json\n"
     "  sala run -m /models/MiniCPM-SALA -f book.txt --context 200K -n 500\n",
 };
@@ -179,6 +185,7 @@ static int run_arguments(cli_args *a, run_input *in) { // returns 0, or -1: retu
         if (id == RUN_CHAT) in->chat = 1;
         if (id == RUN_SYSTEM) in->system = a->value;
         if (id == RUN_ECHO) in->echo = 1;
+        if (id == RUN_TREE) a->request.want_trees = 1;
         if (id != 'p') continue;
         cli_free(&in->prompt);
         cli_append(&in->prompt, a->value, strlen(a->value));
@@ -250,10 +257,12 @@ static void run_json(const generation *g, const run_input *in, const char *logpr
     else
         printf("null, ");
     printf("\"prefill_tokens_per_second\": %.3f, \"decode_tokens_per_second\": %.3f, "
-           "\"decode_gb_per_second\": %.3f}}\n",
+           "\"decode_gb_per_second\": %.3f}, \"speculation\": {",
            cli_rate((double)t->prompt_tokens, t->prefill_seconds),
            cli_rate((double)(t->output_tokens - 1), t->decode_seconds),
            cli_rate((double)t->decode_bytes * 1e-9, t->decode_seconds));
+    cli_json_spec(t);
+    printf("}}\n");
 }
 
 static int run_generate(cli_args *a, sala *engine, run_input *in) {
@@ -613,6 +622,7 @@ static void info_print(const sala_info *i, const char *path) {
     printf("%-28s %s\n", "weight format", i->weight_format);
     printf("%-28s %s\n", "prefill", i->prefill);
     printf("%-28s %s\n", "weights", i->weight_kinds);
+    printf("%-28s %s\n", "drafts", i->spec);
     if (i->draft[0]) printf("%-28s %s\n", "draft head", i->draft);
     if (i->chat_template) printf("%-28s %s\n", "chat template", i->chat_template);
     printf("%-28s %.2f\n", "bits per weight", i->bits_per_weight);
@@ -646,6 +656,7 @@ static void info_json(const sala_info *i, const char *path) {
     info_json_word("weight_kinds", i->weight_kinds);
     info_json_word("draft", i->draft);
     info_json_word("chat_template", i->chat_template);
+    info_json_word("spec", i->spec);
     for (int r = 0; r < n; r++)
         if (rows[r].key) printf("\"%s\": %lld, ", rows[r].key, (long long)rows[r].value);
     printf("\"eos\": [");

@@ -10593,6 +10593,8 @@ static int sala__ngram_index(sala *s, sala__request *r, sala_error *err) {
         c->chain_mask = (uint32_t)(size - 1);
         c->chain_room = room;
         c->indexed = SALA__NGRAM - 1;
+        c->right = 8; // of 10 tokens that no chain has offered yet
+        c->tried = 10;
     }
     int64_t end = (int64_t)q->token_count - 1;
     for (; c->indexed < end && c->indexed < c->chain_room; c->indexed++) {
@@ -10613,13 +10615,13 @@ static int sala__ngram_match(const sala__spec *c, const int32_t *tokens, int64_t
     int32_t at = c->chain_head[sala__ngram_hash(last) & c->chain_mask];
     for (int hop = 0; at && hop < SALA__NGRAM_HOPS; hop++, at = c->chain_next[at - 1]) {
         const int32_t *there = tokens + at - 1;
-        int n = 0;
+        int n = 0; // below four when only the hash is the same
         while (n < SALA__NGRAM_MATCH && n < at && there[-n] == last[-n]) n++;
         if (n <= best) continue;
         best = n;
         *place = at - 1;
     }
-    return best;
+    return best < SALA__NGRAM ? 0 : best;
 }
 
 // What the last chain of this request taught. A chain that can give no more than it did is no failure.
@@ -10638,10 +10640,11 @@ static void sala__ngram_learn(sala__spec *c, int accepted) {
     }
 }
 
-// Length of the chain that a match of `match` tokens deserves; 0: none.
-static int sala__ngram_length(const sala__spec *c, int match, int most) {
-    int length = 2 * (match - 4) + 2;
-    if (match < (c->misses >= 2 ? 10 : 6) || c->step < c->chains_from) return 0;
+// Length of the chain that a match of `match` tokens deserves, in place of a tree of a head or of
+// nothing; 0: none. After two failures only long matches count, after four none for 32 steps.
+static int sala__ngram_length(const sala__spec *c, int match, int instead_of_tree, int most) {
+    int length = 4 * (match - 3), least = c->misses >= 2 ? 8 : instead_of_tree ? 6 : 4;
+    if (match < least || c->step < c->chains_from) return 0;
     return length < most ? length : most;
 }
 
@@ -11341,16 +11344,6 @@ static void sala__plan_review(sala__policy *p, sala__request *r) {
     c->tree_steps = c->tree_sum = 0;
 }
 
-// Tokens that a tree of this request may add behind its root.
-static int sala__plan_room(const sala *s, const sala__request *r) {
-    const sala__sequence *q = &s->sequences[r->slot];
-    int64_t room = r->max_tokens - r->chosen - 1;
-    int64_t pages = (int64_t)q->page_count * s->config.dims.block - q->stored - 1;
-    if (room > pages) room = pages;
-    if (room > SALA_MAX_PATH - 1) room = SALA_MAX_PATH - 1;
-    return room > 0 ? (int)room : 0;
-}
-
 // Of chains up to `length` the one that makes the step fastest, if `rows` rows give `tokens` without it.
 static int sala__chain_that_pays(const sala__policy *p, const sala__spec *c, int rows,
                                  double tokens, int length) {
@@ -11372,13 +11365,14 @@ static int sala__plan_chain(sala *s, sala__request *r, int sequences, int rows, 
     const sala__sequence *q = &s->sequences[r->slot];
     sala__spec *c = &r->spec;
     int64_t count = (int64_t)q->token_count, place = 0;
-    int room = sala__plan_room(s, r), level = p->shape[p->cap].nodes - 1;
+    int room = c->deepest, level = p->shape[p->cap].nodes - 1;
     if (!p->forced && (count < 64 || r->sampler.temperature > 1)) return 0;
     int code = sala__ngram_index(s, r, err);
     if (code < 0) return code;
     if (sequences > 1 && room > (level ? level : 4)) room = level ? level : 4;
     if (room > most) room = most;
-    int length = sala__ngram_length(c, sala__ngram_match(c, q->tokens, count, &place), room);
+    int length = sala__ngram_length(c, sala__ngram_match(c, q->tokens, count, &place),
+                                    p->trees && p->level, room);
     if (length > 0) length = sala__chain_that_pays(p, c, rows, sequences, length);
     if (length <= 0) return 0;
     sala__ngram_chain(&c->tree, q->tokens, count, place, length);
@@ -11398,7 +11392,7 @@ static int sala__plan_heads(sala *s, sala__request **active, int count, int spar
     for (int i = 0; i < count && n < SALA__DRAFTS; i++) {
         sala__request *r = active[i];
         sala__shape shape = p->shape[p->level];
-        int room = sala__plan_room(s, r);
+        int room = r->spec.deepest;
         if (r->spec.source != SALA_DRAFT_NONE || r->spec.step < r->spec.trees_from) continue;
         if (shape.depth > room) shape.depth = room;
         if (shape.nodes > spare + 1) shape.nodes = spare + 1;
@@ -12906,7 +12900,7 @@ static int sala__verify(sala *s, sala_error *err) {
     if (code < 0) return code;
     double done = sala__now();
     int64_t bytes = sala__verify_bytes(s, n);
-    sala__plan_learn(s, n, done - planned);
+    sala__plan_learn(s, p.rows.count, done - planned);
     for (int i = 0; i < n && code == 0; i++) {
         active[i]->decode_bytes += bytes;
         active[i]->counted.draft_seconds += planned - start;

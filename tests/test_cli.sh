@@ -633,6 +633,60 @@ t_bench_gemm() {
         prints '"product": "head", "format": "BF16", "n": 2048'
 }
 
+# ---- drafts ----
+
+markup='<li class="red">bell</li> <li class="red">duck</li> <li class="red">silk</li> <li class="red">boat</li>'
+
+t_spec_same_text() {
+    exits 0 run -p "$markup" -n 60 --spec off && cp "$work/out" "$work/plain" && says 'drafts off' &&
+        ! grep -q 'tokens a step' "$work/err" || return 1
+    for kind in auto ngram; do
+        exits 0 run -p "$markup" -n 60 --spec $kind && cmp "$work/out" "$work/plain" &&
+            says "drafts $kind: n-gram chains" || return 1
+    done
+    says 'tokens a step (n-grams [0-9]* % of the steps: [0-9.]* tokens, [0-9]* % right)' &&
+        printf 'one 1, two 2\nagain\n' | "$sala" chat -q --spec off >"$work/out" &&
+        printf 'one 1, two 2\nagain\n' | "$sala" chat -q --spec ngram | cmp - "$work/out"
+}
+t_spec_json() {
+    exits 0 run -q -p "$markup" -n 60 --spec ngram --json && is_json "$work/out" &&
+        prints '"speculation": {"tokens_per_verify": [1-9]' &&
+        prints '"plain": {"verifies": [0-9]*, "tokens": [0-9]*, "offered": \[0' &&
+        prints '"ngram": {"verifies": [1-9][0-9]*, "tokens": [1-9]' &&
+        exits 0 info --json && is_json "$work/out" && prints '"spec": "auto: n-gram chains; no draft head was named"' &&
+        exits 0 info --spec off && prints '^drafts  *off'
+}
+t_spec_settings() {
+    exits 2 run --spec on && says 'spec is "on"; it must be one of: auto off ngram eagle' &&
+        exits 2 run --spec-tree 7,2 && says 'depth,topk,nodes like 7,2,15' &&
+        exits 2 run --draft-window 100 && says 'a multiple of 64' &&
+        exits 2 eval --draft '' && says 'draft is ""; it must be a folder' &&
+        exits 1 run --spec eagle && says 'spec eagle needs a draft head' && silent &&
+        exits 1 run --draft "$work/none" && says "$work/none" && silent
+}
+t_show_tree() {
+    exits 0 run -q -p "$markup" -n 60 --spec ngram && cp "$work/out" "$work/plain" &&
+        exits 0 run -q -p "$markup" -n 60 --spec ngram --show-tree && cmp "$work/out" "$work/plain" &&
+        says '^Steps: the last token, what was drafted behind it (+ right, - wrong)' &&
+        says '^step [0-9]* at [0-9]*: n-gram chain of [0-9]*, [0-9]* right, [0-9]* tokens; [0-9.]* a step so far$' &&
+        says ' +"' && says '^ ="' && ! grep -q "$(printf '\033')" "$work/err" &&
+        [ "$(grep -c '^step' "$work/err")" -eq "$(grep -c ' ="' "$work/err")" ]
+}
+t_bench_spec() {
+    grep -e json -e code tests/data/spec_prompts.jsonl >"$work/prompts" &&
+        exits 0 bench -q --spec all --prompts "$work/prompts" --gen-tokens 40 --repeat 1 &&
+        prints '^json  *1 ngram' && prints '^code  *1 off  *1.00   0%' && prints 'json: [0-9.]* (wanted: at least 4)' &&
+        exits 0 bench -q --spec all --prompts "$work/prompts" --gen-tokens 20 --repeat 1 --json && is_json "$work/out" &&
+        prints '"class": "code", "sequences": 1, "spec": "auto"' &&
+        exits 0 bench -q --spec all --synthetic -m $tiny/config.json --prompt-tokens 70 --gen-tokens 48 --repeat 1 \
+            --parallel 4 &&
+        prints 'eagle oracle 7,2,15  *[5678]' && prints 'eagle random 7,2,15  *1\.' && prints '^1  *4 eagle oracle:60 5,2,11' &&
+        exits 2 bench --spec none && says 'auto off ngram eagle' &&
+        exits 1 bench -q --spec all --prompts "$work/none" && says "$work/none" &&
+        echo '{"class": "x"}' >"$work/prompts" && exits 1 bench -q --spec all --prompts "$work/prompts" &&
+        says 'line 1 lacks class or prompt'
+}
+
 # ---- all of them ----
 
 for test in $(sed -n 's/^\(t_[a-z_]*\)() .*/\1/p' tests/test_cli.sh); do

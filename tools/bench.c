@@ -18,7 +18,9 @@ enum {
     BENCH_KERNELS,
     BENCH_GEMM,
     BENCH_TOKENIZE,
-    BENCH_NO_ROOFLINE
+    BENCH_NO_ROOFLINE,
+    BENCH_SPEC,
+    BENCH_PROMPTS
 };
 
 static const cli_option bench_options[] = {
@@ -39,6 +41,13 @@ static const cli_option bench_options[] = {
      "the model's matrix products alone, by number of rows, in every form its weights allow"},
     {BENCH_TOKENIZE, "tokenize", "FILE", "only encode a text file, on one core"},
     {BENCH_NO_ROOFLINE, "no-roofline", NULL, "do not measure read bandwidth and OpenBLAS"},
+    {BENCH_SPEC, "spec", "KIND",
+     "drafts: off (default), auto, ngram, eagle; all: compare them on prompts of six classes, or "
+     "(synthetic) "
+     "with drafts that are right as often as is asked for"},
+    {BENCH_PROMPTS, "prompts", "FILE",
+     "of --spec all: lines {\"class\": .., \"prompt\": ..} (default "
+     "tests/data/spec_prompts.jsonl)"},
     {CLI_JSON, "json", NULL, "print one JSON object"},
     {0, NULL, NULL, NULL},
 };
@@ -55,7 +64,8 @@ static const cli_command bench_command = {
     CLI_ENGINE,
     "  sala bench\n"
     "  sala bench --synthetic -m bench/configs/synthetic-1b.json --prompt-tokens 1024\n"
-    "  sala bench --synthetic -m bench/configs/synthetic-1b.json --gemm\n",
+    "  sala bench --synthetic -m bench/configs/synthetic-1b.json --gemm\n"
+    "  sala bench --spec all --gen-tokens 160\n",
 };
 
 #define BENCH_REPEATS 100
@@ -72,6 +82,8 @@ typedef struct bench {
     int gemm, roofline, sampled, fill, chains, kernels;
     int32_t *force;   // --chains: the output
     const char *text; // file to encode
+    int spec;         // --spec all
+    const char *prompts;
     sala *engine;
     bench_shape shapes[BENCH_SHAPES];
     int shape_count, blas_rows;
@@ -268,6 +280,7 @@ static void bench_print(const bench *b, int json) {
 }
 
 #include "bench_gemm.c"
+#include "bench_spec.c"
 
 static int bench_tokenize(bench *b) { // megabytes a second of sala_tokenize
     cli_buffer text = {0};
@@ -349,12 +362,13 @@ static int bench_run(bench *b, cli_args *a) {
 static int sala_bench(int argc, char **argv) {
     cli_args a;
     bench *b = (bench *)cli_resize(NULL, sizeof *b);
+    sala_error err;
     int id;
     memset(b, 0, sizeof *b);
+    b->prompts = "tests/data/spec_prompts.jsonl";
     b->prompt = 512;
     b->gen = 64;
     b->parallel = 1;
-    b->repeat = 5;
     b->roofline = 1;
     cli_start(&a, &bench_command, argc, argv);
     while ((id = cli_next(&a)) > 0) {
@@ -371,6 +385,10 @@ static int sala_bench(int argc, char **argv) {
         if (id == BENCH_KERNELS) b->kernels = 1;
         if (id == BENCH_TOKENIZE) b->text = a.value;
         if (id == BENCH_NO_ROOFLINE) b->roofline = 0;
+        if (id == BENCH_PROMPTS) b->prompts = a.value;
+        if (id == BENCH_SPEC) b->spec = strcmp(a.value, "all") == 0;
+        if (id == BENCH_SPEC && !b->spec && sala_set_option(&a.options, "spec", a.value, &err) < 0)
+            code = cli_fail(CLI_USAGE, "--%s", err.text);
         if (code == CLI_OK) continue;
         a.code = code;
         id = -1;
@@ -378,8 +396,11 @@ static int sala_bench(int argc, char **argv) {
     }
     if (id == 0 && b->chains && !b->fill)
         a.code = cli_fail(id = CLI_USAGE, "--chains goes with --fill (on a GPU)");
+    if (!b->repeat) b->repeat = b->spec ? 2 : 5;
+    if (!a.options.spec) a.options.spec = b->spec || b->chains ? "auto" : "off";
     if (id == 0) {
         int64_t need = b->prompt + b->gen * (b->chains ? SALA_MAX_PATH : 1) + 1;
+        if (b->spec && !a.options.synthetic) need = 8192; // the prompts of a file
         if (!a.options.context) a.options.context = need;
         if (!a.options.max_sequences) a.options.max_sequences = (int)b->parallel;
         if (!a.options.kv_tokens) a.options.kv_tokens = (need + 64) * b->parallel;
@@ -387,6 +408,8 @@ static int sala_bench(int argc, char **argv) {
         b->engine = cli_open(&a);
         if (b->engine && !b->engine->on_gpu && (b->fill || b->kernels))
             a.code = cli_fail(CLI_USAGE, "--fill and --kernels need a GPU: this is the CPU");
+        else if (b->engine && b->spec)
+            a.code = bench_spec(b, a.json);
         else if (b->engine)
             a.code = b->text ? bench_tokenize(b) : bench_run(b, &a);
         sala_close(b->engine);

@@ -385,6 +385,13 @@ static const cli_option cli_engine[] = {
      "sparse layers are dense below N tokens (default: the model's; 0: never)"},
     {0, "prefill", "KIND",
      "of NVFP4 weights: w4a4 (FP4 activations), w4a16, auto (default: w4a4 where it is native)"},
+    {0, "spec", "KIND",
+     "drafts, which never change the text: auto (default), off, ngram (what was there before), "
+     "eagle"},
+    {0, "draft", "DIR", "folder of an EAGLE-3 draft head (with --synthetic its config.json)"},
+    {0, "spec-tree", "D,K,N",
+     "its trees: depth, candidates a node, nodes (default: 7,2,15, less under load)"},
+    {0, "draft-window", "N", "tokens that it sees at most (default 32768)"},
     {0, "template", "chatml", "chat template (default: recognised from the model's files)"},
     {0, "synthetic", NULL,
      "-m is a config.json; weights are made by a hash, there is no tokenizer"},
@@ -672,10 +679,11 @@ static void cli_describe(sala *engine) {
     if (i.dense_len > 0) snprintf(dense, sizeof dense, "dense below %d tokens", i.dense_len);
     fprintf(stderr,
             "sala %s: %s; %s, %s, %.2f bits per weight, %s, prefill %s; KV %s, states %s; longest "
-            "context %s tokens; %s\n",
+            "context %s tokens; %s; drafts %s\n",
             sala_version(), i.device, i.path, i.weight_format, i.bits_per_weight,
             cli_bytes((double)i.weight_bytes, total), i.prefill, cli_bytes((double)i.kv_bytes, kv),
-            cli_bytes((double)i.state_bytes, state), cli_count(i.longest_context, context), dense);
+            cli_bytes((double)i.state_bytes, state), cli_count(i.longest_context, context), dense,
+            i.spec);
 }
 
 // Open the model that the arguments name. NULL: a->code is the exit code, and why has been said.
@@ -703,6 +711,48 @@ static double cli_rate(double amount, double seconds) {
     return seconds > 0 ? amount / seconds : 0;
 }
 
+static double cli_tau(const sala_timings *t) { // tokens a verify
+    double verifies = 0, tokens = 0;
+    for (int k = 0; k < 3; k++)
+        verifies += (double)t->verifies[k], tokens += (double)t->verify_tokens[k];
+    return cli_rate(tokens, verifies);
+}
+
+static const char *const cli_sources[] = {"plain", "ngram", "eagle"}; // by SALA_DRAFT_*
+
+// What drafts did: tokens a verify, then of each source its share of the steps, its yield and how many of
+// the tokens that it offered on the way were right.
+static void cli_print_spec(const sala_timings *t) {
+    double steps = (double)(t->verifies[0] + t->verifies[1] + t->verifies[2]);
+    fprintf(stderr, "; %.2f tokens a step", cli_tau(t));
+    for (int k = SALA_DRAFT_NGRAM; k <= SALA_DRAFT_EAGLE; k++) {
+        double offered = 0, right = 0;
+        if (!t->verifies[k]) continue;
+        for (int d = 1; d < SALA_DEPTHS; d++)
+            offered += (double)t->offered[k][d], right += (double)t->accepted[k][d];
+        fprintf(stderr, " (%s %.0f %% of the steps: %.2f tokens, %.0f %% right)",
+                k == SALA_DRAFT_NGRAM ? "n-grams" : "trees", 100 * (double)t->verifies[k] / steps,
+                cli_rate((double)t->verify_tokens[k], (double)t->verifies[k]),
+                100 * cli_rate(right, offered));
+    }
+}
+
+// The same as members of a JSON object.
+static void cli_json_spec(const sala_timings *t) {
+    printf("\"tokens_per_verify\": %.4f, \"draft_seconds\": %.6f, \"verify_seconds\": %.6f",
+           cli_tau(t), t->draft_seconds, t->verify_seconds);
+    for (int k = 0; k < 3; k++) {
+        printf(", \"%s\": {\"verifies\": %lld, \"tokens\": %lld, \"offered\": [", cli_sources[k],
+               (long long)t->verifies[k], (long long)t->verify_tokens[k]);
+        for (int d = 1; d < SALA_DEPTHS; d++)
+            printf("%s%lld", d > 1 ? ", " : "", (long long)t->offered[k][d]);
+        printf("], \"accepted\": [");
+        for (int d = 1; d < SALA_DEPTHS; d++)
+            printf("%s%lld", d > 1 ? ", " : "", (long long)t->accepted[k][d]);
+        printf("]}");
+    }
+}
+
 // One line: what was read and written, and how fast.
 static void cli_print_timings(const sala_timings *t) {
     double rate = cli_rate((double)(t->output_tokens - 1), t->decode_seconds);
@@ -718,6 +768,7 @@ static void cli_print_timings(const sala_timings *t) {
     if (rate > 0)
         fprintf(stderr, ", %.1f t/s, %.2f GB/s", rate,
                 cli_rate((double)t->decode_bytes * 1e-9, t->decode_seconds));
+    if (t->verifies[SALA_DRAFT_NGRAM] + t->verifies[SALA_DRAFT_EAGLE]) cli_print_spec(t);
     fprintf(stderr, "\n");
 }
 

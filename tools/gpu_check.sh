@@ -8,6 +8,7 @@
 #   sh tools/gpu_check.sh bench       decoding: compile times, tokens a second, and PyTorch beside them
 #   sh tools/gpu_check.sh prefill     prompts of 32K to 1M tokens, where their time goes, yardsticks
 #   sh tools/gpu_check.sh four        weights of four bits: kernels, decoding, prompts, products, public kernels beside
+#   sh tools/gpu_check.sh spec        drafts: the same texts, what they bring, what they cost; the verdicts come last
 #   sh tools/gpu_check.sh accuracy    what four bits cost sala-tiny in answers and perplexity (tools/accuracy.sh)
 #   sh tools/gpu_check.sh all
 #
@@ -256,6 +257,43 @@ four() { # what matters most comes first
     SHOW=20 timely four-engine 120 build/test_cuda four nvfp4 int4
 }
 
+# Whatever is drafted, the text is that of plain decoding: greedy and sampled, on prompts that repeat themselves.
+same_texts() {
+    for p in '<li class="red">bell</li> <li class="red">duck</li> <li class="red">silk</li>' \
+        'Once upon a time there was a clever boy named Tom.'; do
+        for sampling in '--temperature 0' '--temperature 0.8 --top-p 0.95 --seed 7 --repetition-penalty 1.1'; do
+            # shellcheck disable=SC2086 # an option and its value are two words
+            ./sala run -q --device "$device" -p "$p" -n 2000 --ignore-eos $sampling --spec off --json |
+                sed 's/.*"tokens": \[\([^]]*\)\].*/\1/' >build/plain.tokens
+            for kind in auto ngram; do
+                # shellcheck disable=SC2086
+                ./sala run -q --device "$device" -p "$p" -n 2000 --ignore-eos $sampling --spec $kind --json |
+                    sed 's/.*"tokens": \[\([^]]*\)\].*/\1/' | cmp build/plain.tokens - || return 1
+            done
+            echo "$(tr , '\n' <build/plain.tokens | wc -l) tokens, $sampling: the same"
+        done
+    done
+}
+
+spec() {
+    header "drafts"
+    stage_began=$(date +%s)
+    build
+    make -s build/test_spec
+    export SHOW=40
+    timely_nine drafts 200 nvfp4-head --spec all --draft bench/configs/eagle3-437m.json --fill \
+        --prompt-tokens 4096 --gen-tokens 512 --parallel 8
+    timely drafts-tiny 60 ./sala bench --spec all --device "$device" --gen-tokens 160
+    SHOW=8 timely drafts-same 100 same_texts
+    SHOW=20 timely drafts-cuda 150 build/test_cuda tree draft
+    SHOW=12 timely_nine drafts-long 60 nvfp4-head --draft bench/configs/eagle3-437m.json --spec eagle \
+        --no-roofline --prompt-tokens 131072 --gen-tokens 64 --repeat 1
+    SHOW=12 timely_nine drafts-none 60 nvfp4-head --no-roofline --prompt-tokens 131072 --gen-tokens 64 --repeat 1
+    unset SHOW
+    echo
+    grep -h -e '^met ' -e '^MISSED ' "$out"/drafts*.log
+}
+
 accuracy() {
     header "accuracy of four bits"
     step build-accuracy 200 make -j4 sala quantize
@@ -266,13 +304,13 @@ accuracy() {
 [ $# -gt 0 ] || set -- all
 for stage in "$@"; do
     case $stage in
-    kernels | engine | sanitizer | needles | bench | prefill | four | accuracy) $stage ;;
+    kernels | engine | sanitizer | needles | bench | prefill | four | spec | accuracy) $stage ;;
     all)
-        for each in kernels engine sanitizer needles bench prefill four accuracy; do $each; done
+        for each in kernels engine sanitizer needles bench prefill four spec accuracy; do $each; done
         ;;
     *)
         echo "gpu_check.sh: there is no stage '$stage'; there are: kernels engine sanitizer needles bench prefill" \
-            "four accuracy all" >&2
+            "four spec accuracy all" >&2
         exit 2
         ;;
     esac

@@ -1,0 +1,352 @@
+/*  bench_spec.c - `sala bench --spec all`: what drafts bring, beside plain decoding of the same requests. Included by
+    bench.c.
+
+    With a model of words: the prompts of a file (--prompts), class by class, plain, with n-grams, with trees of the draft
+    head and with both as they come. With a synthetic model, whose text nobody can foresee: drafts of tests, right as often
+    as is asked for, at full cost. Every run must give the tokens of the plain one. */
+
+typedef struct spec_prompt {
+    char class[16];
+    int32_t *tokens; // [count] of malloc
+    int64_t count;
+    cli_buffer truth, got; // int32: the plain output, that of the latest run
+} spec_prompt;
+
+typedef struct spec_run {
+    const char *class, *spec, *test, *tree; // spec_test and spec_tree, or NULL
+    int sequences;                          // at once
+    double seconds, steps, tokens;          // of steps that only decode, after `skip` of them
+    sala_timings sum;                       // of all requests
+    double plain;                           // tokens a second of the plain run beside it
+} spec_run;
+
+#define SPEC_RUNS 64
+
+typedef struct spec_bench {
+    bench *b;
+    spec_prompt *prompts;
+    int prompt_count, run_count, json, missed;
+    spec_run runs[SPEC_RUNS];
+} spec_bench;
+
+static void spec_add_timings(sala_timings *sum, const sala_timings *t) {
+    for (int k = 0; k < 3; k++) {
+        sum->verifies[k] += t->verifies[k];
+        sum->verify_tokens[k] += t->verify_tokens[k];
+        for (int d = 0; d < SALA_DEPTHS; d++) {
+            sum->offered[k][d] += t->offered[k][d];
+            sum->accepted[k][d] += t->accepted[k][d];
+        }
+    }
+    sum->draft_seconds += t->draft_seconds;
+    sum->verify_seconds += t->verify_seconds;
+}
+
+static double spec_verifies(const spec_run *r) {
+    return (double)(r->sum.verifies[0] + r->sum.verifies[1] + r->sum.verifies[2]);
+}
+static double spec_step(const spec_run *r) { // seconds
+    return r->steps > 0 ? r->seconds / r->steps : 0;
+}
+static double spec_draft(const spec_run *r) {
+    return cli_rate(r->sum.draft_seconds, spec_verifies(r));
+}
+static double spec_verify(const spec_run *r) {
+    return cli_rate(r->sum.verify_seconds, spec_verifies(r));
+}
+static double spec_rate(const spec_run *r) {
+    return cli_rate(r->tokens, r->seconds);
+}
+
+// What to draft from here on. The plan of the memory is that of speculation anyway.
+static int spec_choose(spec_bench *x, const spec_run *r) {
+    sala *s = x->b->engine;
+    sala_error err;
+    s->options.spec = r->spec;
+    s->options.spec_test = r->test;
+    s->options.spec_tree = r->tree;
+    return sala__spec_open(s, &err) < 0 ? cli_fail(CLI_FAILED, "%s", err.text) : CLI_OK;
+}
+
+// Steps until all requests are done; those before `skip` and those that read prompts are not timed.
+static int spec_steps(spec_bench *x, spec_prompt *p, int n, spec_run *r, int64_t first, int skip) {
+    sala_error err;
+    sala_event e;
+    for (;;) {
+        double begin = cli_now(), tokens = 0;
+        int decoding = 1, step = sala_step(x->b->engine, &err);
+        double seconds = cli_now() - begin;
+        if (step < 0) return cli_fail(CLI_FAILED, "%s", err.text);
+        if (step == 0) return CLI_OK;
+        while (sala_next_event(x->b->engine, &e)) {
+            if (e.type == SALA_EVENT_PREFILL) decoding = 0;
+            if (e.type == SALA_EVENT_FINISH) spec_add_timings(&r->sum, &e.timings);
+            if (e.type != SALA_EVENT_TOKEN || e.request - first >= n) continue;
+            cli_append(&p[e.request - first].got, &e.token, sizeof e.token);
+            tokens++;
+        }
+        if (cli_signal) return 128 + (int)cli_signal;
+        if (!decoding || tokens == 0 || skip-- > 0) continue;
+        r->seconds += seconds;
+        r->steps++;
+        r->tokens += tokens;
+    }
+}
+
+// `n` prompts at once. A plain run without a truth sets it, every other one must give the same.
+static int spec_requests(spec_bench *x, spec_prompt *p, int n, spec_run *r, int skip) {
+    bench *b = x->b;
+    sala_error err;
+    int64_t first = 0;
+    int code = CLI_OK;
+    for (int i = 0; i < n; i++) {
+        sala_request ask;
+        memset(&ask, 0, sizeof ask);
+        ask.tokens = p[i].tokens;
+        ask.token_count = p[i].count;
+        ask.max_tokens = b->gen;
+        ask.ignore_eos = b->engine->options.synthetic;
+        ask.guess = (const int32_t *)(const void *)p[i].truth.data;
+        ask.guess_count = (int64_t)(p[i].truth.size / sizeof(int32_t));
+        p[i].got.size = 0;
+        int64_t id = sala_submit(b->engine, &ask, &err);
+        if (id < 0) return cli_fail(CLI_FAILED, "%s", err.text);
+        if (!i) first = id;
+    }
+    if (b->fill && bench_skip_prompt(b->engine, &err) < 0)
+        return cli_fail(CLI_FAILED, "%s", err.text);
+    code = spec_steps(x, p, n, r, first, skip);
+    for (int i = 0; i < n && code == CLI_OK; i++) {
+        if (!p[i].truth.size) cli_append(&p[i].truth, p[i].got.data, p[i].got.size);
+        if (p[i].got.size != p[i].truth.size ||
+            memcmp(p[i].got.data, p[i].truth.data, p[i].truth.size) != 0)
+            code = cli_fail(CLI_FAILED, "%s, spec %s: another text than plain decoding gives",
+                            r->class, r->spec);
+    }
+    return code;
+}
+
+// All prompts of the run's class, `sequences` at a time, as often as asked: the fastest time counts.
+static int spec_measure(spec_bench *x, spec_run r, double plain, int skip) {
+    int code = spec_choose(x, &r);
+    spec_run best = r;
+    for (int64_t again = 0; again < x->b->repeat && code == CLI_OK; again++) {
+        spec_run now = r;
+        for (int i = 0; i < x->prompt_count && code == CLI_OK; i += now.sequences) {
+            if (strcmp(x->prompts[i].class, r.class) != 0 || i + now.sequences > x->prompt_count)
+                continue;
+            code = spec_requests(x, x->prompts + i, now.sequences, &now, skip);
+        }
+        if (!again || spec_rate(&now) > spec_rate(&best)) best = now;
+    }
+    best.plain = plain > 0 ? plain : spec_rate(&best);
+    if (code == CLI_OK && x->run_count < SPEC_RUNS) x->runs[x->run_count++] = best;
+    cli_progress("comparing", x->run_count / (double)SPEC_RUNS, -1);
+    return code;
+}
+
+static spec_run *spec_last(spec_bench *x) {
+    return &x->runs[x->run_count - 1];
+}
+
+// ---- what to compare ----
+
+static int spec_add_prompt(spec_bench *x, const char *class, const int32_t *tokens, int64_t count) {
+    size_t n = (size_t)x->prompt_count++;
+    x->prompts = (spec_prompt *)cli_resize(x->prompts, (n + 1) * sizeof *x->prompts);
+    spec_prompt *p = &x->prompts[n];
+    memset(p, 0, sizeof *p);
+    snprintf(p->class, sizeof p->class, "%s", class);
+    p->tokens = (int32_t *)cli_resize(NULL, (size_t)count * sizeof *tokens);
+    memcpy(p->tokens, tokens, (size_t)count * sizeof *tokens);
+    p->count = count;
+    return CLI_OK;
+}
+
+// One prompt a line: {"class": ..., "prompt": ...}, special tokens parsed.
+static int spec_read_prompts(spec_bench *x, const char *path) {
+    cli_buffer file = {0};
+    sala_error err;
+    int code = cli_read_file(path, &file), number = 0;
+    for (char *line = file.data, *next; code == CLI_OK && line && *line; line = next) {
+        sala__json j;
+        int32_t *tokens = NULL;
+        next = strchr(line, '\n');
+        size_t bytes = next ? (size_t)(next - line) : strlen(line);
+        next = next ? next + 1 : line + bytes;
+        number++;
+        if (sala__json_parse(&x->b->engine->env, path, line, bytes, &j, &err) < 0) {
+            code = cli_fail(CLI_FAILED, "line %d: %s", number, err.text);
+            break;
+        }
+        const char *class = sala__json_text(&j, sala__json_get(&j, 0, "class"));
+        const char *prompt = sala__json_text(&j, sala__json_get(&j, 0, "prompt"));
+        if (!class || !prompt) {
+            code = cli_fail(CLI_FAILED, "%s: line %d lacks class or prompt", path, number);
+        } else {
+            int64_t n = sala_tokenize(x->b->engine, prompt, strlen(prompt),
+                                      SALA_ADD_BOS | SALA_PARSE_SPECIAL, &tokens, &err);
+            code =
+                n < 0 ? cli_fail(CLI_FAILED, "%s", err.text) : spec_add_prompt(x, class, tokens, n);
+        }
+        sala_free(x->b->engine, tokens);
+        sala__json_free(&j);
+    }
+    cli_free(&file);
+    return code;
+}
+
+static int spec_words(spec_bench *x) { // a model with a tokenizer: class by class
+    static const char *const kinds[] = {"off", "ngram", "eagle", "auto"};
+    int code = CLI_OK;
+    for (int i = 0; i < x->prompt_count && code == CLI_OK; i++) {
+        double plain = 0;
+        if (i && strcmp(x->prompts[i].class, x->prompts[i - 1].class) == 0) continue;
+        for (int k = 0; k < 4 && code == CLI_OK; k++) {
+            spec_run r = {.class = x->prompts[i].class, .spec = kinds[k], .sequences = 1};
+            if (k == 2 && !x->b->engine->has_draft) continue;
+            code = spec_measure(x, r, plain, 0);
+            if (code == CLI_OK && !k) plain = spec_rate(spec_last(x));
+        }
+    }
+    return code;
+}
+
+static int spec_synthetic(spec_bench *x) { // random weights: drafts of tests
+    static const spec_run cases[] = {
+        {.spec = "eagle", .test = "oracle", .tree = "7,2,15", .sequences = 1},
+        {.spec = "eagle", .test = "oracle:80", .tree = "7,2,15", .sequences = 1},
+        {.spec = "eagle", .test = "oracle:60", .tree = "7,2,15", .sequences = 1},
+        {.spec = "eagle", .test = "random", .tree = "7,2,15", .sequences = 1},
+        {.spec = "eagle", .test = "oracle:80", .tree = "15,1,16", .sequences = 1},
+        {.spec = "ngram", .sequences = 1},
+        {.spec = "auto", .test = "random", .sequences = 1},
+        {.spec = "off", .sequences = 8},
+        {.spec = "eagle", .test = "oracle:80", .tree = "5,2,11", .sequences = 8},
+        {.spec = "eagle", .test = "oracle:60", .tree = "5,2,11", .sequences = 8},
+        {.spec = "auto", .test = "oracle:80", .sequences = 8},
+    };
+    spec_run plain = {.class = "1", .spec = "off", .sequences = 1};
+    int all = x->prompt_count, code, limit = x->b->parallel > 1 ? 11 : 7;
+    x->prompt_count = 1;
+    code = spec_measure(x, plain, 0, 0);
+    for (int i = 0; i < limit && code == CLI_OK; i++) {
+        spec_run r = cases[i];
+        // Where the policy decides, the steps until it has decided are not counted.
+        int skip = r.test && r.spec[0] == 'a' ? (int)(x->b->gen * 3 / 4) : 0;
+        r.class = "1";
+        if (r.sequences > 1) r.sequences = all;
+        x->prompt_count = r.sequences == 1 ? 1 : all;
+        const spec_run *beside = r.sequences == 1 ? &x->runs[0] : &x->runs[8];
+        code = spec_measure(x, r, r.spec[0] == 'o' ? 0 : spec_rate(beside), skip);
+    }
+    x->prompt_count = all;
+    return code;
+}
+
+// ---- the report ----
+
+static void spec_print(const spec_run *r) {
+    char name[64], rights[80] = "";
+    int n = 0;
+    snprintf(name, sizeof name, "%s%s%s%s%s", r->spec, r->test ? " " : "", r->test ? r->test : "",
+             r->tree ? " " : "", r->tree ? r->tree : "");
+    for (int d = 1; d <= 7; d++) {
+        double offered = 0, right = 0;
+        for (int k = 1; k < 3; k++)
+            offered += (double)r->sum.offered[k][d], right += (double)r->sum.accepted[k][d];
+        if (offered > 0)
+            n += snprintf(rights + n, sizeof rights - (size_t)n, " %3.0f", 100 * right / offered);
+    }
+    double drafted = (double)(r->sum.verifies[1] + r->sum.verifies[2]);
+    double given = (double)(r->sum.verify_tokens[1] + r->sum.verify_tokens[2]);
+    double host = spec_step(r) - spec_draft(r) - spec_verify(r);
+    printf("%-9s %2d %-22s %5.2f %3.0f%% %5.2f %8.3f %7.3f %7.3f %6.3f %8.1f %5.2f %s\n", r->class,
+           r->sequences, name, cli_tau(&r->sum), 100 * cli_rate(drafted, spec_verifies(r)),
+           cli_rate(given, drafted), 1e3 * spec_step(r), 1e3 * spec_draft(r), 1e3 * spec_verify(r),
+           1e3 * host, spec_rate(r), spec_rate(r) / r->plain, rights);
+}
+
+static void spec_print_json(const spec_run *r, int first) {
+    printf("%s{\"class\": \"%s\", \"sequences\": %d, \"spec\": \"%s\", \"test\": \"%s\", \"tree\": "
+           "\"%s\", \"step_seconds\": %.9f, \"tokens_per_second\": %.3f, \"times_plain\": %.4f, ",
+           first ? "[" : ", ", r->class, r->sequences, r->spec, r->test ? r->test : "",
+           r->tree ? r->tree : "", spec_step(r), spec_rate(r), spec_rate(r) / r->plain);
+    cli_json_spec(&r->sum);
+    printf("}");
+}
+
+// One figure that was wanted.
+static void spec_want(spec_bench *x, const char *what, double got, double wanted, int at_most) {
+    int met = at_most ? got <= wanted : got >= wanted;
+    x->missed += !met;
+    printf("%s %s: %.3f (wanted: %s %g)\n", met ? "met   " : "MISSED", what, got,
+           at_most ? "at most" : "at least", wanted);
+}
+
+static void spec_verdicts(spec_bench *x) {
+    const spec_run *r = x->runs;
+    if (!x->b->engine->options.synthetic) {
+        static const char *const repeating[] = {"json", "code", "copy"};
+        for (int i = 0; i < x->run_count; i++)
+            for (int k = 0; k < 3; k++)
+                if (strcmp(r[i].spec, "ngram") == 0 && strcmp(r[i].class, repeating[k]) == 0)
+                    spec_want(
+                        x, r[i].class,
+                        cli_rate((double)r[i].sum.verify_tokens[1], (double)r[i].sum.verifies[1]),
+                        4, 0);
+        return;
+    }
+    if (!x->b->engine->on_gpu) return;
+    spec_want(x, "1 sequence: step with 7,2,15 / plain step", spec_step(&r[1]) / spec_step(r), 1.7,
+              1);
+    spec_want(x, "verify of 15 nodes / of one", spec_verify(&r[1]) / spec_verify(r), 1.25, 1);
+    spec_want(x, "auto that has decided against trees / plain step",
+              spec_step(&r[7]) / spec_step(r), 1.01, 1);
+    if (x->run_count < 12) return;
+    spec_want(x, "8 sequences: step with 5,2,11 / plain step", spec_step(&r[9]) / spec_step(&r[8]),
+              2.6, 1);
+    spec_want(x, "8 sequences, auto at 80 % right / plain", spec_rate(&r[11]) / spec_rate(&r[8]),
+              1.1, 0);
+}
+
+static int bench_spec(bench *b, int json) {
+    spec_bench *x = (spec_bench *)cli_resize(NULL, sizeof *x);
+    int code = CLI_OK, words = b->engine->has_tokenizer;
+    sala_info info;
+    memset(x, 0, sizeof *x);
+    x->b = b;
+    x->json = json;
+    if (words) code = spec_read_prompts(x, b->prompts);
+    int32_t *tokens = (int32_t *)cli_resize(NULL, (size_t)b->prompt * sizeof *tokens);
+    for (int i = 0; i < b->parallel && !words; i++) {
+        for (int64_t k = 0; k < b->prompt; k++)
+            tokens[k] = (int32_t)((uint32_t)(k + 1 + 1000 * i) * 2654435761u / 65536 %
+                                  (uint32_t)b->engine->config.dims.vocab);
+        spec_add_prompt(x, "1", tokens, b->prompt);
+    }
+    free(tokens);
+    if (code == CLI_OK) code = words ? spec_words(x) : spec_synthetic(x);
+    cli_progress_clear();
+    sala_get_info(b->engine, &info);
+    if (!json && x->run_count)
+        printf("class     at once, drafts         tau drafted each  ms/step   draft  verify   host "
+               "     "
+               "t/s     x  right at depth 1 2 ... (%%)\n");
+    for (int i = 0; i < x->run_count; i++) {
+        if (json)
+            spec_print_json(&x->runs[i], i == 0);
+        else
+            spec_print(&x->runs[i]);
+    }
+    if (json) printf("]\n");
+    if (!json && code == CLI_OK) spec_verdicts(x);
+    for (int i = 0; i < x->prompt_count; i++) {
+        free(x->prompts[i].tokens);
+        cli_free(&x->prompts[i].truth);
+        cli_free(&x->prompts[i].got);
+    }
+    free(x->prompts);
+    free(x);
+    return code ? code : cli_flush();
+}
