@@ -723,9 +723,9 @@ typedef struct sala_draft_input_args {
 
 // The topk best logits of each row: log softmax, and the target's ids; the lower one first where two are
 // equal. NaN or infinity in a row: it has no candidates.
-#define SALA_TOP_TILE 2048 // logits that a block looks at
-typedef struct sala_top {  // of a tile: keys as sala_top_key, the best first
-    float max, sum;        // of exp(x - max)
+#define SALA_TOP_TILE 256 // logits that a warp looks at
+typedef struct sala_top { // of a tile: keys as sala_top_key, the best first
+    float max, sum;       // of exp(x - max)
     uint64_t key[SALA_MAX_TOPK];
 } sala_top;
 

@@ -5032,14 +5032,26 @@ SALA_DEVICE uint4 sala_input_sum(const float *parts, int splits, int64_t stride)
                       sala_pair(high.z, high.w));
 }
 
-// Row r of a step: which of its sequence's candidates it is; noted. All threads call it.
-SALA_DEVICE void sala_input_choose(const sala_growth *g, int step, int r, float *score) {
+typedef struct sala_input_shared {
+    float sums[32];
+    int32_t chosen;
+    float score[SALA_MAX_TOPK * SALA_MAX_TOPK]; // of the candidates of the step before
+    int32_t token[SALA_MAX_TOPK * SALA_MAX_TOPK];
+} sala_input_shared;
+
+// Which candidate of its sequence row r of a step is. All threads call it.
+SALA_DEVICE int sala_input_choose(const sala_growth *g, int step, int r,
+                                  sala_input_shared *shared) {
     int seq = r / g->topk, made = sala_growth_made(g, step - 1), c = (int)threadIdx.x;
-    if (c < made) score[c] = sala_growth_score(g, step - 1, seq, c);
+    if (c < made) {
+        int maker = sala_growth_maker(g, step - 1, seq, c);
+        shared->score[c] = sala_growth_score(g, step - 1, seq, c);
+        shared->token[c] = g->best_token[maker * g->topk + c % g->topk];
+    }
     __syncthreads();
-    if (c < made && sala_growth_rank(score, made, c) == r % g->topk)
-        sala_growth_take(g, step, seq, r % g->topk, c, score[c]);
+    if (c < made && sala_growth_rank(shared->score, made, c) == r % g->topk) shared->chosen = c;
     __syncthreads();
+    return shared->chosen;
 }
 
 // What goes into the head's layer. Grid: one block a row. Reads 8 * width bytes (the embedding's row is
@@ -5047,8 +5059,9 @@ SALA_DEVICE void sala_input_choose(const sala_growth *g, int step, int r, float 
 extern "C" __global__ void __launch_bounds__(256, 2)
     sala_draft_input(const __grid_constant__ sala_draft_input_args a) {
     constexpr int PIECES = (MODEL.hidden + 2047) / 2048;
-    float *partial = (float *)sala_shared(), squares[2] = {0, 0}; // 32 floats, then scores
-    int r = (int)blockIdx.x, row = r, parent = r, t = (int)threadIdx.x;
+    sala_input_shared *shared = (sala_input_shared *)sala_shared();
+    float squares[2] = {0, 0};
+    int r = (int)blockIdx.x, parent = r, t = (int)threadIdx.x, chosen = 0, n;
     const sala_growth *g = &a.growth;
     uint4 e[PIECES], f[PIECES], by[2][PIECES];
     sala_launch_next();
@@ -5060,11 +5073,12 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     }
     sala_wait_grid();
     if (a.step > 0) {
-        sala_input_choose(g, a.step, r, partial + 32);
-        row = sala_growth_row(g, a.step, 0, r);
-        parent = g->parent[row] - sala_growth_row(g, a.step - 1, 0, 0);
+        chosen = sala_input_choose(g, a.step, r, shared);
+        n = max(shared->token[chosen], 0);
+        parent = a.step > 1 ? r / g->topk * g->topk + chosen / g->topk : r / g->topk;
+    } else {
+        n = g->token[r];
     }
-    int n = g->token[row];
     const sala_act *table = (const sala_act *)a.embed.data;
     const sala_act *from = a.f + (int64_t)parent * MODEL.hidden;
     const uint4 *bias = (const uint4 *)a.bias.data;
@@ -5085,7 +5099,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         squares[1] = sala_squares8(f[i], squares[1]);
     }
     for (int i = 0; i < 2; i++) {
-        squares[i] = sala_block_sum(squares[i], partial);
+        squares[i] = sala_block_sum(squares[i], shared->sums);
         squares[i] = 1.0f / sqrtf(squares[i] / (float)MODEL.hidden + a.eps);
     }
     sala_act *x = a.x + (int64_t)r * MODEL.hidden, *u = a.u + (int64_t)r * 2 * MODEL.hidden;
@@ -5097,6 +5111,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         *(uint4 *)(u + k) = sala_normed8(e[i], squares[0], by[0][i]);
         *(uint4 *)(u + MODEL.hidden + k) = sala_normed8(f[i], squares[1], by[1][i]);
     }
+    if (t == 0 && a.step > 0) // for later steps
+        sala_growth_take(g, a.step, r / g->topk, r % g->topk, chosen, shared->score[chosen]);
 }
 
 // The sum of a head's parts as pairs of BF16.
@@ -5135,9 +5151,8 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     sala_head_store((which == 0 ? a.pages.k : a.pages.v) + at * 128, x);
 }
 
-// The best key of the block below `limit`. All threads call it; `partial`: [8] of shared memory.
-SALA_DEVICE uint64_t sala_top_round(const uint64_t *key, int count, uint64_t limit,
-                                    uint64_t *partial) {
+// The best of the warp's keys below `limit`.
+SALA_DEVICE uint64_t sala_top_warp(const uint64_t *key, int count, uint64_t limit) {
     uint64_t best = 0;
 #pragma unroll
     for (int i = 0; i < count; i++)
@@ -5146,6 +5161,12 @@ SALA_DEVICE uint64_t sala_top_round(const uint64_t *key, int count, uint64_t lim
         uint64_t other = __shfl_xor_sync(0xFFFFFFFFu, best, step);
         best = other > best ? other : best;
     }
+    return best;
+}
+
+// The best of the block's keys below `limit`. All threads call it; `partial`: [8] of shared memory.
+SALA_DEVICE uint64_t sala_top_block(uint64_t key, uint64_t limit, uint64_t *partial) {
+    uint64_t best = sala_top_warp(&key, 1, limit);
     __syncthreads(); // `partial` may still be read from the round before
     if ((threadIdx.x & 31) == 0) partial[threadIdx.x >> 5] = best;
     __syncthreads();
@@ -5167,7 +5188,7 @@ SALA_DEVICE void sala_top_merge(const sala_draft_top_args *a, int r, int tiles, 
             uint64_t key = tops[i / a->topk].key[i % a->topk];
             if (key < limit && key > own) own = key;
         }
-        limit = sala_top_round(&own, 1, limit, partial);
+        limit = sala_top_block(own, limit, partial);
         if (j == 0) {
             best = limit, max = sala_top_value(best);
 #pragma unroll 1
@@ -5179,39 +5200,41 @@ SALA_DEVICE void sala_top_merge(const sala_draft_top_args *a, int r, int tiles, 
     }
 }
 
-// The best logits of each row. Grid: (tiles of SALA_TOP_TILE logits, rows); the block of a row that
-// arrives last merges its tiles. Reads the logits once. Twin: sala__op_draft_top.
+// The best logits of each row. Grid: (eight tiles of SALA_TOP_TILE logits, a warp each; rows); the block
+// of a row that arrives last merges its tiles. Reads the logits once. Twin: sala__op_draft_top.
 extern "C" __global__ void __launch_bounds__(256, 2)
     sala_draft_top(const __grid_constant__ sala_draft_top_args a) {
     uint64_t *partial = (uint64_t *)sala_shared(), key[8], limit = ~(uint64_t)0; // [8]
     float *sums = (float *)(partial + 8), value[8], sum = 0;                     // [8]
-    int *before = (int *)(sums + 8), tile = (int)blockIdx.x, r = (int)blockIdx.y;
-    int first = tile * SALA_TOP_TILE + (int)threadIdx.x;
+    int *before = (int *)(sums + 8), r = (int)blockIdx.y, lane = (int)threadIdx.x & 31;
+    int tile = (int)(blockIdx.x * 256 + threadIdx.x) >> 5, tiles = (int)gridDim.x * 8;
+    int first = tile * SALA_TOP_TILE + lane;
     sala_launch_next();
     sala_wait_grid();
     const float *logits = a.logits + (int64_t)r * a.vocab;
-    sala_top *top = &a.tops[(int64_t)r * gridDim.x + tile];
+    sala_top *top = &a.tops[(int64_t)r * tiles + tile];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        int id = first + 256 * i;
+        int id = first + 32 * i;
         value[i] = id < a.vocab ? logits[id] : -__uint_as_float(0x7F800000u);
         key[i] = id < a.vocab ? sala_top_key(value[i], id) : 0;
     }
 #pragma unroll 1
     for (int j = 0; j < a.topk; j++) {
-        limit = sala_top_round(key, 8, limit, partial);
-        if (threadIdx.x == 0) top->key[j] = limit;
+        limit = sala_top_warp(key, 8, limit);
+        if (lane == 0) top->key[j] = limit;
         if (j > 0) continue;
         float max = limit >> 32 ? sala_top_value(limit) : 0; // all -infinity: the sum is 0
 #pragma unroll
         for (int i = 0; i < 8; i++) sum += expf(value[i] - max);
-        sum = sala_block_sum(sum, sums);
-        if (threadIdx.x == 0) top->max = sala_top_value(limit), top->sum = sum;
+        sum = sala_warp_sum(sum);
+        if (lane == 0) top->max = sala_top_value(limit), top->sum = sum;
     }
+    __syncthreads();
     if (threadIdx.x == 0) *before = sala_arrive(&a.arrivals[r]);
     __syncthreads();
     if (*before < (int)gridDim.x - 1) return;
-    sala_top_merge(&a, r, (int)gridDim.x, sums, partial);
+    sala_top_merge(&a, r, tiles, sums, partial);
     if (threadIdx.x == 0) a.arrivals[r] = 0;
 }
 

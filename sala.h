@@ -8734,7 +8734,7 @@ static void sala__launch_attend_prefill(sala__gpu *g, const sala_attend_args *a)
 
 // ---- launches: the draft head ----
 
-#define SALA__DRAFT_INPUT_SHARED ((32 + SALA_MAX_TOPK * SALA_MAX_TOPK) * 4)
+#define SALA__DRAFT_INPUT_SHARED ((33 + 2 * SALA_MAX_TOPK * SALA_MAX_TOPK) * 4)
 #define SALA__DRAFT_TOP_SHARED (8 * 8 + 8 * 4 + 16)
 #define SALA__DRAFT_GROW_SHARED (3 * 256 * 4)
 
@@ -8761,12 +8761,12 @@ static void sala__launch_draft_turn(sala__gpu *g, const sala_draft_turn_args *a)
     sala__launch(g, SALA__KERNEL_draft_turn, (unsigned)(heads + 3) / 4, 1, 1, 0, a);
 }
 
-static int sala__top_tiles(int vocab) {
-    return (vocab + SALA_TOP_TILE - 1) / SALA_TOP_TILE;
+static int sala__top_blocks(int vocab) { // of eight tiles
+    return (vocab + 8 * SALA_TOP_TILE - 1) / (8 * SALA_TOP_TILE);
 }
 
 static void sala__launch_draft_top(sala__gpu *g, const sala_draft_top_args *a) {
-    sala__launch(g, SALA__KERNEL_draft_top, (unsigned)sala__top_tiles(a->vocab), (unsigned)a->rows,
+    sala__launch(g, SALA__KERNEL_draft_top, (unsigned)sala__top_blocks(a->vocab), (unsigned)a->rows,
                  1, SALA__DRAFT_TOP_SHARED, a);
 }
 
@@ -9576,8 +9576,8 @@ static int sala__draft_buffers(sala *s, sala__buffer *b) {
         {(void **)&d->dense, step * (size_t)m->kv_heads, 4, SALA__DEVICE, "block lists"},
         {(void **)&d->arrivals, 2, 4, SALA__GPU, "counters"},
         {(void **)&d->top_arrivals, step, 4, SALA__GPU, "counters"},
-        {(void **)&d->tops, step * (vocab / SALA_TOP_TILE + 1), sizeof(sala_top), SALA__GPU,
-         "candidates"},
+        {(void **)&d->tops, step * 8 * (size_t)sala__top_blocks((int)vocab), sizeof(sala_top),
+         SALA__GPU, "candidates"},
         {(void **)&d->parent, rows, 4, SALA__DEVICE, "trees"},
         {(void **)&d->flat, rows, 4, SALA__DEVICE, "trees"},
         {(void **)&d->path, rows * SALA_MAX_PATH, 4, SALA__DEVICE, "trees"},
