@@ -9219,9 +9219,9 @@ typedef struct sala__spec {
     int32_t row[SALA_MAX_NODES]; // of each of its nodes, from the sequence's first row on
 } sala__spec;
 
-#define SALA__DRAFTS 16       // sequences for which the head drafts in one step
-#define SALA__DRAFT_BAND 512  // rows of a pass that only fills its cache
-#define SALA__DRAFT_EXTEND 64 // most tokens that a pass which grows trees puts into it
+#define SALA__DRAFTS 16        // sequences for which the head drafts in one step
+#define SALA__DRAFT_BAND 512   // rows of a pass that only fills its cache
+#define SALA__DRAFT_EXTEND 128 // most tokens that a pass which grows trees puts into it
 #define SALA__DRAFT_GRAPHS 48
 #define SALA__DRAFT_VIEWS (2 + SALA_MAX_PATH) // see sala__draft_layout
 
@@ -11140,7 +11140,7 @@ static int sala__draft_propose(sala *s, const int32_t *slots, const sala__shape 
                                sala_tree *trees, sala_error *err) {
     sala__draft_pass p = sala__draft_filling(0, NULL);
     p.topk = 0;
-    int code = 0, known = 0, which[SALA__DRAFTS];
+    int code = 0, known = 0, most = SALA__DRAFT_EXTEND - SALA__DRAFTS, which[SALA__DRAFTS];
     int32_t of[SALA__DRAFTS];
     sala__shape shape[SALA__DRAFTS];
     for (int i = 0; i < n; i++) {
@@ -11163,12 +11163,11 @@ static int sala__draft_propose(sala *s, const int32_t *slots, const sala__shape 
                           p.depth, p.topk, s->draft.topk);
     for (int i = 0; i < known; i++) {
         sala__sequence *q = &s->sequences[of[i]];
-        if (p.extend > SALA__DRAFT_EXTEND / 2)
-            code = sala__draft_fill(s, q, q->stored - 1, NULL, err);
+        if (p.extend > most) code = sala__draft_fill(s, q, q->stored - 1, NULL, err);
         if (code == 0) code = sala__draft_room(s, q, q->stored - q->draft.seen, err);
         if (code < 0) return code;
     }
-    if (p.extend > SALA__DRAFT_EXTEND / 2) p.extend = known;
+    if (p.extend > most) p.extend = known;
     if (s->on_gpu) p.seqs = sala__draft_bucket(known, 1);
     if (!s->on_gpu) p.seqs = known;
     p.extend += p.seqs - known;
