@@ -4,6 +4,7 @@
 #include "../sala.h"
 
 #include "check.h"
+#include "counted.h"
 
 #include <math.h>
 
@@ -614,6 +615,26 @@ static void test_draft_nothing(void) {
     sala_close(s);
 }
 
+// Wherever memory ends while an engine with a head is opened, one sentence says so and nothing is lost.
+static void test_draft_memory(void) {
+    write_head(1, 0);
+    for (int fail_at = 1, opened = 0; !opened && fail_at < 1000; fail_at += 3) {
+        counter c = {0, 0, 0, fail_at, 0, 0};
+        sala_options o;
+        sala_error err = {0, ""};
+        memset(&o, 0, sizeof o);
+        o.synthetic = 1, o.threads = 1, o.max_sequences = 2, o.context = 256, o.device = "cpu";
+        o.draft = head_file, o.hooks.allocate = counting, o.hooks.user = &c;
+        sala *s = sala_open("models/sala-tiny/config.json", &o, &err);
+        opened = s != NULL;
+        CHECK(s || (err.code == SALA_E_MEMORY && *err.text), "allocation %d: %s", fail_at,
+              err.text);
+        sala_close(s);
+        CHECK(c.live == 0, "%lld allocations live after %d", (long long)c.live, fail_at);
+        CHECK(fail_at < 900, "never opened");
+    }
+}
+
 // What the head reads of a pass is the output of its three layers.
 static void test_draft_features(void) {
     sala_options o;
@@ -741,4 +762,5 @@ static void test_draft_device_engine(void) {
 
 TEST_MAIN(TEST(test_draft_grow), TEST(test_draft_reference), TEST(test_draft_cache),
           TEST(test_draft_window), TEST(test_draft_engine), TEST(test_draft_nothing),
-          TEST(test_draft_features), TEST(test_draft_device), TEST(test_draft_device_engine))
+          TEST(test_draft_features), TEST(test_draft_memory), TEST(test_draft_device),
+          TEST(test_draft_device_engine))
