@@ -9188,8 +9188,12 @@ typedef struct sala__spec {
     // and of each place the one before it with the same hash. 0: none.
     int32_t *chain_head, *chain_next; // [chain_mask + 1], [chain_room]
     uint32_t chain_mask;
-    int64_t chain_room, indexed;     // tokens of the sequence that are in it
-    int32_t misses;                  // chains in a row that failed
+    int64_t chain_room, indexed; // tokens of the sequence that are in it
+    int32_t misses;              // chains in a row that failed
+    // The chain that was planned last begins behind `place`; `aligned` is the place of the token that
+    // stood there where the root stands now, 0: none. Resumed chains in a row that failed: `lost`.
+    int64_t place, aligned;
+    int32_t resumed, lost;
     double right, tried;             // tokens of chains that were right, of those looked at; fading
     int32_t tree_steps, tree_sum;    // trees of a head in this window, and the tokens they gave
     int64_t step;                    // verifies of this request
@@ -10603,18 +10607,16 @@ static int sala__ngram_match(const sala__spec *c, const int32_t *tokens, int64_t
 
 // What the last chain of this request taught. A chain that can give no more than it did is no failure.
 static void sala__ngram_learn(sala__spec *c, int accepted) {
-    int offered = c->tree.count - 1;
+    int offered = c->tree.count - 1, good = accepted >= 4 || accepted == offered;
     c->right += accepted;
     c->tried += accepted < offered ? accepted + 1 : offered;
     if (c->tried > 64) c->right /= 2, c->tried /= 2;
-    if (accepted >= 4 || accepted == offered) {
-        c->misses = 0;
-    } else if (accepted < 2) {
-        c->misses++;
-        if (c->misses >= 4) c->chains_from = c->step + 32;
-    } else if (c->misses < 2) {
-        c->misses = 0;
-    }
+    c->aligned = c->place + 1 + accepted;
+    c->lost = c->resumed && accepted == 0 ? c->lost + 1 : 0;
+    if (c->lost == 3) c->aligned = c->lost = 0;
+    if (c->resumed) return;
+    if (good || (accepted >= 2 && c->misses < 2)) c->misses = 0;
+    if (accepted < 2 && !good && ++c->misses >= 4) c->chains_from = c->step + 32;
 }
 
 // Length of the chain that a match of `match` tokens deserves, in place of a tree of a head or of
@@ -11276,6 +11278,7 @@ static void sala__plan_review(sala__policy *p, sala__request *r) {
     sala__spec *c = &r->spec;
     int given = (int)(r->chosen - c->before);
     if (c->source == SALA_DRAFT_NGRAM) sala__ngram_learn(c, given - 1);
+    if (c->source != SALA_DRAFT_NGRAM && c->aligned) c->aligned += given;
     if (c->source == SALA_DRAFT_EAGLE) {
         p->yield[c->level] += (given - p->yield[c->level]) / 64;
         c->tree_steps++;
@@ -11312,17 +11315,23 @@ static int sala__plan_chain(sala *s, sala__request *r, int sequences, int rows, 
     const sala__sequence *q = &s->sequences[r->slot];
     sala__spec *c = &r->spec;
     int64_t count = (int64_t)q->token_count, place = 0;
-    int room = c->deepest, level = p->shape[p->cap].nodes - 1;
+    int room = c->deepest, level = p->shape[p->cap].nodes - 1, tree = p->trees && p->level;
     if (!p->forced && (count < 64 || r->sampler.temperature > 1)) return 0;
     int code = sala__ngram_index(s, r, err);
     if (code < 0) return code;
     if (sequences > 1 && room > (level ? level : 4)) room = level ? level : 4;
     if (room > most) room = most;
-    int length = sala__ngram_length(c, sala__ngram_match(c, q->tokens, count, &place),
-                                    p->trees && p->level, room);
+    int match = sala__ngram_match(c, q->tokens, count, &place);
+    int length = sala__ngram_length(c, match, tree, room);
+    c->resumed = length == 0 && c->aligned && !tree && c->step >= c->chains_from;
+    if (c->resumed) { // another value stood there, what surrounds it may go on as it did
+        place = c->aligned;
+        length = room;
+    }
     if (length > 0) length = sala__chain_that_pays(p, c, rows, sequences, length);
     if (length <= 0) return 0;
     sala__ngram_chain(&c->tree, q->tokens, count, place, length);
+    c->place = place;
     c->source = SALA_DRAFT_NGRAM;
     return length;
 }
