@@ -340,6 +340,10 @@ typedef struct sala_gemm_args {
     // W4A4 (prefill, all weights NVFP4): read instead of x, codes NULL: x is. One sum along k: the
     // products of 16 k exactly, then added in FP32; y = sum * (alpha[n] * qx.scale).
     sala_quant qx;
+    // Verify on a GPU, or NULL: instead of y sums of `splits` shares of k, which the reader adds in order:
+    // [splits, rows, parts_width], weight i from column parts_at[i] on.
+    float *parts;
+    int32_t splits, parts_width, parts_at[SALA_GEMM_MAX];
 } sala_gemm_args;
 
 // branch = input w^T, then the norm above. A GPU never writes the branch: the blocks that arrive
@@ -521,7 +525,7 @@ typedef struct sala_commit_args {
     X(keep, keep)                                                                                  \
     X(gather, gather)                                                                              \
     X(draft_input, draft_input)                                                                    \
-    X(draft_store, draft_store)                                                                    \
+    X(draft_turn, draft_turn)                                                                      \
     X(draft_top, draft_top)                                                                        \
     X(draft_grow, draft_grow)
 
@@ -673,13 +677,19 @@ typedef struct sala_gather_args {
     sala_act *to;             // [rows, width]
 } sala_gather_args;
 
-// Keys and values of the rows to their pages; rows with a negative seq are padding.
-typedef struct sala_draft_store_args {
+// q and k turned in place, see sala_qk_args; then, if there are pages, keys and values to those, but for
+// rows with a negative seq, which are padding. A GPU takes all three from `parts` (see sala_gemm_args),
+// columns k, v, q.
+typedef struct sala_draft_turn_args {
     const sala_dims *dims;
     const sala_rows *rows;
-    const sala_act *k, *v; // [rows, kv_heads, head_dim]
-    sala_pages pages;      // k, v
-} sala_draft_store_args;
+    int32_t count, heads, splits; // rows; of q, 0: there is none
+    const float *parts;
+    const float *cos_sin; // [count, head_dim/2, 2]
+    sala_act *q;          // [count, heads, head_dim]
+    sala_act *k, *v;      // [count, kv_heads, head_dim]
+    sala_pages pages;     // k, v or NULL
+} sala_draft_turn_args;
 
 // How trees grow. Step 0 is the last token of each sequence, rows 0 .. seqs-1; a later step d, 1 ..
 // depth-1, has the `topk` best candidates that the step before it made, the best first. Each row makes
@@ -698,14 +708,16 @@ typedef struct sala_growth {
 } sala_growth;
 
 // Rows of a pass of the head: u = [RMSNorm_in(E[token]); RMSNorm_hid(f)], x = f (+ bias). Step 0: f is
-// x itself. Later: the rows are first chosen, f is the parent's.
+// x itself, on a GPU the sum of parts. Later: the rows are first chosen, f is the parent's.
 typedef struct sala_draft_input_args {
     int32_t rows, width, step;
     float eps;
     sala_weight embed, input_norm, hidden_norm, bias; // bias: [width] or data NULL
-    const sala_act *f; // [.., width] x of the step before; NULL: step 0
-    sala_act *x;       // [rows, width]
-    sala_act *u;       // [rows, 2 width]
+    const sala_act *f;  // [.., width] x of the step before; NULL: step 0
+    const float *parts; // [splits, rows, width] of step 0
+    int32_t splits;
+    sala_act *x; // [rows, width]
+    sala_act *u; // [rows, 2 width]
     sala_growth growth;
 } sala_draft_input_args;
 
@@ -940,7 +952,7 @@ SALA_FN int32_t sala_gemm_splits(int32_t n, int32_t k) {
 }
 
 // The kernel of all products: sala_gemm_args as they are, gate and up with SwiGLU, or with a norm.
-enum { SALA_PRODUCT_PLAIN, SALA_PRODUCT_SWIGLU, SALA_PRODUCT_NORM };
+enum { SALA_PRODUCT_PLAIN, SALA_PRODUCT_SWIGLU, SALA_PRODUCT_NORM, SALA_PRODUCT_PARTS };
 typedef struct sala_product_args {
     int32_t kind;
     int32_t splits, row_tiles, items; // items: tiles * splits * row_tiles
@@ -1109,7 +1121,7 @@ typedef struct sala_sample_args {
     X(keep, sala_keep_args, 256, 7)                                                                \
     X(gather, sala_gather_args, 256, 7)                                                            \
     X(draft_input, sala_draft_input_args, 256, 7)                                                  \
-    X(draft_store, sala_draft_store_args, 128, 7)                                                  \
+    X(draft_turn, sala_draft_turn_args, 128, 7)                                                    \
     X(draft_top, sala_draft_top_args, 256, 7)                                                      \
     X(draft_grow, sala_draft_grow_args, 256, 7)
 

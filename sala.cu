@@ -299,6 +299,48 @@ SALA_DEVICE uint32_t sala_gate_pair(uint32_t o, float inverse, bool normed, uint
     return sala_pair(low, high);
 }
 
+// A head of q or k of 128 elements lies in a warp as two pairs a lane: elements 2l, 2l+1 and
+// 64+2l, 64+2l+1, so that RoPE's partners meet in one lane.
+SALA_DEVICE uint2 sala_head_load(const sala_act *head) {
+    const uint32_t *pair = (const uint32_t *)head;
+    int lane = (int)threadIdx.x & 31;
+    return make_uint2(pair[lane], pair[32 + lane]);
+}
+
+SALA_DEVICE void sala_head_store(sala_act *head, uint2 x) {
+    uint32_t *pair = (uint32_t *)head;
+    int lane = (int)threadIdx.x & 31;
+    pair[lane] = x.x;
+    pair[32 + lane] = x.y;
+}
+
+SALA_DEVICE float sala_head_squares(uint2 x) { // sum over the head, for every lane
+    float sum = sala_low(x.x) * sala_low(x.x);
+    sum = fmaf(sala_high(x.x), sala_high(x.x), sum);
+    sum = fmaf(sala_low(x.y), sala_low(x.y), sum);
+    sum = fmaf(sala_high(x.y), sala_high(x.y), sum);
+    return sala_warp_sum(sum);
+}
+
+// RMSNorm of two pairs, given the head's sum of squares: x * inverse and its product with the
+// weight are both rounded, as upstream does.
+SALA_DEVICE uint2 sala_head_norm(uint2 x, float squares, float eps, uint2 weight) {
+    float inverse = 1.0f / sqrtf(squares / 128.0f + eps);
+    return make_uint2(sala_pair(sala_round(sala_low(x.x) * inverse) * sala_low(weight.x),
+                                sala_round(sala_high(x.x) * inverse) * sala_high(weight.x)),
+                      sala_pair(sala_round(sala_low(x.y) * inverse) * sala_low(weight.y),
+                                sala_round(sala_high(x.y) * inverse) * sala_high(weight.y)));
+}
+
+// RoPE: turn = cos, sin of the lane's two frequencies.
+SALA_DEVICE uint2 sala_head_rope(uint2 x, float4 turn) {
+    float low = sala_low(x.x), low_end = sala_low(x.y);
+    float high = sala_high(x.x), high_end = sala_high(x.y);
+    return make_uint2(
+        sala_pair(fmaf(low, turn.x, -(low_end * turn.y)), fmaf(high, turn.z, -(high_end * turn.w))),
+        sala_pair(fmaf(low_end, turn.x, low * turn.y), fmaf(high_end, turn.z, high * turn.w)));
+}
+
 #if SALA_HAS(0)
 
 // ---- 3. embedding, positions, norms of heads, gates
@@ -343,48 +385,6 @@ extern "C" __global__ void __launch_bounds__(64, 2)
     double sine, cosine;
     sincos((double)angle, &sine, &cosine);
     *(float2 *)(a.cos_sin + (int64_t)r * a.dim + 2 * i) = make_float2((float)cosine, (float)sine);
-}
-
-// A head of q or k of 128 elements lies in a warp as two pairs a lane: elements 2l, 2l+1 and
-// 64+2l, 64+2l+1, so that RoPE's partners meet in one lane.
-SALA_DEVICE uint2 sala_head_load(const sala_act *head) {
-    const uint32_t *pair = (const uint32_t *)head;
-    int lane = (int)threadIdx.x & 31;
-    return make_uint2(pair[lane], pair[32 + lane]);
-}
-
-SALA_DEVICE void sala_head_store(sala_act *head, uint2 x) {
-    uint32_t *pair = (uint32_t *)head;
-    int lane = (int)threadIdx.x & 31;
-    pair[lane] = x.x;
-    pair[32 + lane] = x.y;
-}
-
-SALA_DEVICE float sala_head_squares(uint2 x) { // sum over the head, for every lane
-    float sum = sala_low(x.x) * sala_low(x.x);
-    sum = fmaf(sala_high(x.x), sala_high(x.x), sum);
-    sum = fmaf(sala_low(x.y), sala_low(x.y), sum);
-    sum = fmaf(sala_high(x.y), sala_high(x.y), sum);
-    return sala_warp_sum(sum);
-}
-
-// RMSNorm of two pairs, given the head's sum of squares: x * inverse and its product with the
-// weight are both rounded, as upstream does.
-SALA_DEVICE uint2 sala_head_norm(uint2 x, float squares, float eps, uint2 weight) {
-    float inverse = 1.0f / sqrtf(squares / 128.0f + eps);
-    return make_uint2(sala_pair(sala_round(sala_low(x.x) * inverse) * sala_low(weight.x),
-                                sala_round(sala_high(x.x) * inverse) * sala_high(weight.x)),
-                      sala_pair(sala_round(sala_low(x.y) * inverse) * sala_low(weight.y),
-                                sala_round(sala_high(x.y) * inverse) * sala_high(weight.y)));
-}
-
-// RoPE: turn = cos, sin of the lane's two frequencies.
-SALA_DEVICE uint2 sala_head_rope(uint2 x, float4 turn) {
-    float low = sala_low(x.x), low_end = sala_low(x.y);
-    float high = sala_high(x.x), high_end = sala_high(x.y);
-    return make_uint2(
-        sala_pair(fmaf(low, turn.x, -(low_end * turn.y)), fmaf(high, turn.z, -(high_end * turn.w))),
-        sala_pair(fmaf(low_end, turn.x, low * turn.y), fmaf(high_end, turn.z, high * turn.w)));
 }
 
 // q and k of a sparse layer in place: norm (if there are weights), rotation (if there is a table).
@@ -895,6 +895,11 @@ SALA_DEVICE void sala_gemm_put(const sala_product_args *a, const sala_gemm_item 
         float4 v = sala_gemm_value(wide, r, from, result);
         if (a->kind == SALA_PRODUCT_NORM) {
             *(float4 *)(a->partial + (int64_t)at->split * a->gemm.rows * n + place) = v;
+            continue;
+        }
+        if (a->kind == SALA_PRODUCT_PARTS) {
+            place = ((int64_t)at->split * a->gemm.rows + at->row + first + r) * a->gemm.parts_width;
+            *(float4 *)(a->gemm.parts + place + a->gemm.parts_at[at->weight] + column) = v;
             continue;
         }
         if (pair) {
@@ -5013,6 +5018,20 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     if (from >= 0) sala_copy_row(a.to + r * a.width, a.features + from * a.width, a.width);
 }
 
+// Eight columns of a sum of parts.
+SALA_DEVICE uint4 sala_input_sum(const float *parts, int splits, int64_t stride) {
+    float4 low = make_float4(0, 0, 0, 0), high = low;
+#pragma unroll 4
+    for (int split = 0; split < splits; split++) {
+        const float4 *from = (const float4 *)(parts + split * stride);
+        float4 x = from[0], y = from[1];
+        low.x += x.x, low.y += x.y, low.z += x.z, low.w += x.w;
+        high.x += y.x, high.y += y.y, high.z += y.z, high.w += y.w;
+    }
+    return make_uint4(sala_pair(low.x, low.y), sala_pair(low.z, low.w), sala_pair(high.x, high.y),
+                      sala_pair(high.z, high.w));
+}
+
 // Row r of a step: which of its sequence's candidates it is; noted. All threads call it.
 SALA_DEVICE void sala_input_choose(const sala_growth *g, int step, int r, float *score) {
     int seq = r / g->topk, made = sala_growth_made(g, step - 1), c = (int)threadIdx.x;
@@ -5031,8 +5050,14 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     float *partial = (float *)sala_shared(), squares[2] = {0, 0}; // 32 floats, then scores
     int r = (int)blockIdx.x, row = r, parent = r, t = (int)threadIdx.x;
     const sala_growth *g = &a.growth;
-    uint4 e[PIECES], f[PIECES];
+    uint4 e[PIECES], f[PIECES], by[2][PIECES];
     sala_launch_next();
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) { // weights need not wait
+        int k = min(2048 * i + 8 * t, MODEL.hidden - 8) / 8;
+        by[0][i] = ((const uint4 *)a.input_norm.data)[k];
+        by[1][i] = ((const uint4 *)a.hidden_norm.data)[k];
+    }
     sala_wait_grid();
     if (a.step > 0) {
         sala_input_choose(g, a.step, r, partial + 32);
@@ -5041,7 +5066,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     }
     int n = g->token[row];
     const sala_act *table = (const sala_act *)a.embed.data;
-    const sala_act *from = (a.step > 0 ? a.f : a.x) + (int64_t)parent * MODEL.hidden;
+    const sala_act *from = a.f + (int64_t)parent * MODEL.hidden;
     const uint4 *bias = (const uint4 *)a.bias.data;
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
@@ -5052,7 +5077,9 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         uint4 second = *(const uint4 *)(table + (sala_packed(n, k + 4, a.embed.n) & ~7ll));
         e[i] = n & 8 ? make_uint4(first.y, first.w, second.y, second.w)
                      : make_uint4(first.x, first.z, second.x, second.z);
-        f[i] = *(const uint4 *)(from + k);
+        f[i] = a.step > 0 ? *(const uint4 *)(from + k)
+                          : sala_input_sum(a.parts + (int64_t)r * MODEL.hidden + k, a.splits,
+                                           (int64_t)a.rows * MODEL.hidden);
         if (bias && a.step == 0) f[i] = sala_add8(f[i], bias[k / 8]);
         squares[0] = sala_squares8(e[i], squares[0]);
         squares[1] = sala_squares8(f[i], squares[1]);
@@ -5067,30 +5094,45 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         int k = 2048 * i + 8 * t;
         if (k >= MODEL.hidden) continue;
         *(uint4 *)(x + k) = f[i];
-        *(uint4 *)(u + k) =
-            sala_normed8(e[i], squares[0], ((const uint4 *)a.input_norm.data)[k / 8]);
-        *(uint4 *)(u + MODEL.hidden + k) =
-            sala_normed8(f[i], squares[1], ((const uint4 *)a.hidden_norm.data)[k / 8]);
+        *(uint4 *)(u + k) = sala_normed8(e[i], squares[0], by[0][i]);
+        *(uint4 *)(u + MODEL.hidden + k) = sala_normed8(f[i], squares[1], by[1][i]);
     }
 }
 
-// Keys and values of rows to their pages. Grid: one block a row. Reads and writes 4 * kv_heads *
-// head_dim bytes a row. Twin: sala__op_draft_store.
+// The sum of a head's parts as pairs of BF16.
+SALA_DEVICE uint2 sala_turn_sum(const float *parts, int splits, int64_t stride) {
+    int lane = (int)threadIdx.x & 31;
+    float2 low = make_float2(0, 0), high = low;
+#pragma unroll 4
+    for (int split = 0; split < splits; split++) {
+        const float2 *from = (const float2 *)(parts + split * stride);
+        float2 x = from[lane], y = from[32 + lane];
+        low.x += x.x, low.y += x.y, high.x += y.x, high.y += y.y;
+    }
+    return make_uint2(sala_pair(low.x, low.y), sala_pair(high.x, high.y));
+}
+
+// q and k turned, v as it is, k and v to their pages. One warp a (row, head), heads as the columns are.
+// Reads 512 bytes a split and head, writes 256, of k and v twice. Twin: sala__op_draft_turn.
 extern "C" __global__ void __launch_bounds__(128, 2)
-    sala_draft_store(const __grid_constant__ sala_draft_store_args a) {
-    constexpr int PIECES = MODEL.head_dim / 8; // of 16 bytes
+    sala_draft_turn(const __grid_constant__ sala_draft_turn_args a) {
+    const int kv = MODEL.kv_heads, all = a.heads + 2 * kv, lane = (int)threadIdx.x & 31;
+    int item = (int)blockIdx.x * 4 + ((int)threadIdx.x >> 5), r = item / all, h = item % all;
     sala_launch_next();
     sala_wait_grid();
-    int r = (int)blockIdx.x, seq = a.rows->seq[r];
-    if (seq < 0) return;
+    if (r >= a.count) return;
+    const float4 *turn = (const float4 *)(a.cos_sin + (int64_t)r * 128);
+    uint2 x = sala_turn_sum(a.parts + (int64_t)item * 128, a.splits, (int64_t)a.count * all * 128);
+    int which = h / kv, seq = a.pages.k ? a.rows->seq[r] : -1; // 0: k, 1: v, 2 ..: q
+    if (which != 1) x = sala_head_rope(x, turn[lane]);
+    int64_t at = (int64_t)r * kv + h % kv;
+    if (which > 1) at = (int64_t)r * a.heads + h - 2 * kv;
+    sala_head_store((which == 0 ? a.k : which == 1 ? a.v : a.q) + at * 128, x);
+    if (which > 1 || seq < 0) return;
     int u = a.rows->position[r];
     int64_t page = a.rows->seqs[seq].pages[u / MODEL.block];
-    for (int i = (int)threadIdx.x; i < MODEL.kv_heads * PIECES; i += 128) {
-        int64_t g = i / PIECES, from = (int64_t)r * MODEL.kv_heads * PIECES + i;
-        int64_t to = ((page * MODEL.kv_heads + g) * MODEL.block + u % MODEL.block) * PIECES;
-        ((uint4 *)a.pages.k)[to + i % PIECES] = ((const uint4 *)a.k)[from];
-        ((uint4 *)a.pages.v)[to + i % PIECES] = ((const uint4 *)a.v)[from];
-    }
+    at = (page * kv + h % kv) * MODEL.block + u % MODEL.block;
+    sala_head_store((which == 0 ? a.pages.k : a.pages.v) + at * 128, x);
 }
 
 // The best key of the block below `limit`. All threads call it; `partial`: [8] of shared memory.

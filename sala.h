@@ -7335,16 +7335,26 @@ static void sala__op_draft_input(sala__cpu *cpu, const sala_draft_input_args *a)
     sala__parallel(cpu, a->rows, sala__op_draft_input_row, (void *)(uintptr_t)a);
 }
 
-static void sala__op_draft_store(sala__cpu *cpu, const sala_draft_store_args *a) {
+static void sala__op_draft_turn(sala__cpu *cpu, const sala_draft_turn_args *a) {
+    const sala_dims *m = a->dims;
     sala_store_args store;
+    sala_qk_args qk;
+    memset(&qk, 0, sizeof qk);
+    qk.rows = a->count;
+    qk.heads = a->heads;
+    qk.kv_heads = m->kv_heads;
+    qk.dim = m->head_dim;
+    qk.cos_sin = a->cos_sin;
+    qk.q = a->q;
+    qk.k = a->k;
+    sala__op_qk_norm_rope(cpu, &qk);
     memset(&store, 0, sizeof store);
     store.dims = a->dims;
     store.rows = a->rows;
-    store.nodes.k = (sala_act *)(uintptr_t)a->k;
-    store.nodes.v = (sala_act *)(uintptr_t)a->v;
+    store.nodes.k = a->k;
+    store.nodes.v = a->v;
     store.pages = a->pages;
-    (void)cpu;
-    for (int r = 0; r < a->rows->count; r++)
+    for (int r = 0; r < a->count && a->pages.k; r++)
         if (a->rows->seq[r] >= 0) sala__op_store_copy(&store, r, 0);
 }
 
@@ -8507,7 +8517,9 @@ static void sala__launch_verify_product(sala__gpu *g, sala_product_args *a) {
     int four = sala__is_4bit(w->format), tokens = four ? SALA_GEMM4_TOKENS : SALA_GEMM_TOKENS;
     int pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1, kernel = SALA__KERNEL_gemm;
     int rows = SALA_GEMM_ROWS, tiles = 0;
-    a->splits = a->kind == SALA_PRODUCT_NORM ? sala_gemm_splits(w->n, w->k) : 1;
+    a->splits = a->kind == SALA_PRODUCT_NORM    ? sala_gemm_splits(w->n, w->k)
+                : a->kind == SALA_PRODUCT_PARTS ? a->gemm.splits
+                                                : 1;
     a->depth = w->k / 64 / a->splits;
     a->row_tiles = (a->gemm.rows + tokens - 1) / tokens;
     a->tokens = tokens;
@@ -8540,6 +8552,7 @@ static void sala__launch_product(sala__gpu *g, sala_product_args *a) {
         for (int i = 0; i < a->gemm.count; i++) {
             if (a->gemm.w[i].format != formats[f]) continue;
             part.gemm.w[part.gemm.count] = a->gemm.w[i];
+            part.gemm.parts_at[part.gemm.count] = a->gemm.parts_at[i];
             part.gemm.y[part.gemm.count++] = a->gemm.y[i];
         }
         if (part.gemm.count) sala__launch_verify_product(g, &part);
@@ -8549,7 +8562,7 @@ static void sala__launch_product(sala__gpu *g, sala_product_args *a) {
 static void sala__launch_gemm(sala__gpu *g, const sala_gemm_args *a) {
     sala_product_args p;
     memset(&p, 0, sizeof p);
-    p.kind = SALA_PRODUCT_PLAIN;
+    p.kind = a->parts ? SALA_PRODUCT_PARTS : SALA_PRODUCT_PLAIN;
     p.gemm = *a;
     sala__launch_product(g, &p);
 }
@@ -8721,6 +8734,10 @@ static void sala__launch_attend_prefill(sala__gpu *g, const sala_attend_args *a)
 
 // ---- launches: the draft head ----
 
+#define SALA__DRAFT_INPUT_SHARED ((32 + SALA_MAX_TOPK * SALA_MAX_TOPK) * 4)
+#define SALA__DRAFT_TOP_SHARED (8 * 8 + 8 * 4 + 16)
+#define SALA__DRAFT_GROW_SHARED (3 * 256 * 4)
+
 static void sala__launch_capture(sala__gpu *g, const sala_capture_args *a) {
     sala__launch(g, SALA__KERNEL_capture, (unsigned)a->rows, 1, 1, 32 * 4, a);
 }
@@ -8736,12 +8753,12 @@ static void sala__launch_gather(sala__gpu *g, const sala_gather_args *a) {
 }
 
 static void sala__launch_draft_input(sala__gpu *g, const sala_draft_input_args *a) {
-    size_t shared = (32 + SALA_MAX_TOPK * SALA_MAX_TOPK) * 4;
-    sala__launch(g, SALA__KERNEL_draft_input, (unsigned)a->rows, 1, 1, shared, a);
+    sala__launch(g, SALA__KERNEL_draft_input, (unsigned)a->rows, 1, 1, SALA__DRAFT_INPUT_SHARED, a);
 }
 
-static void sala__launch_draft_store(sala__gpu *g, const sala_draft_store_args *a) {
-    sala__launch(g, SALA__KERNEL_draft_store, (unsigned)g->rows, 1, 1, 0, a);
+static void sala__launch_draft_turn(sala__gpu *g, const sala_draft_turn_args *a) {
+    int heads = a->count * (a->heads + 2 * g->dims->kv_heads); // four a block
+    sala__launch(g, SALA__KERNEL_draft_turn, (unsigned)(heads + 3) / 4, 1, 1, 0, a);
 }
 
 static int sala__top_tiles(int vocab) {
@@ -8750,11 +8767,12 @@ static int sala__top_tiles(int vocab) {
 
 static void sala__launch_draft_top(sala__gpu *g, const sala_draft_top_args *a) {
     sala__launch(g, SALA__KERNEL_draft_top, (unsigned)sala__top_tiles(a->vocab), (unsigned)a->rows,
-                 1, 8 * 8 + 8 * 4 + 16, a);
+                 1, SALA__DRAFT_TOP_SHARED, a);
 }
 
 static void sala__launch_draft_grow(sala__gpu *g, const sala_draft_grow_args *a) {
-    sala__launch(g, SALA__KERNEL_draft_grow, (unsigned)a->growth.seqs, 1, 1, 3 * 256 * 4, a);
+    sala__launch(g, SALA__KERNEL_draft_grow, (unsigned)a->growth.seqs, 1, 1,
+                 SALA__DRAFT_GROW_SHARED, a);
 }
 
 // One operation, in the form of the pass.
@@ -8796,9 +8814,7 @@ static void sala__run_gpu(sala__gpu *g, int operation, const void *args) {
     case SALA__OP_draft_input:
         sala__launch_draft_input(g, (const sala_draft_input_args *)args);
         break;
-    case SALA__OP_draft_store:
-        sala__launch_draft_store(g, (const sala_draft_store_args *)args);
-        break;
+    case SALA__OP_draft_turn: sala__launch_draft_turn(g, (const sala_draft_turn_args *)args); break;
     case SALA__OP_draft_top: sala__launch_draft_top(g, (const sala_draft_top_args *)args); break;
     case SALA__OP_draft_grow: sala__launch_draft_grow(g, (const sala_draft_grow_args *)args); break;
     default: sala__fail(&g->error, SALA_E_DEVICE, "operation %d has no kernel", operation); break;
@@ -9245,6 +9261,7 @@ typedef struct sala__draft {
     sala_act *q, *k, *v, *o; // k, v: of all rows
     sala_act *ffn, *ffn_up, *branch;
     float *frequency, *cos_sin, *logits, *partial;
+    float *parts_sum;                         // see sala_gemm_args
     int32_t *dense, *arrivals, *top_arrivals; // dense: -1, for all lists of attention
     sala_top *tops;
     int32_t *parent, *flat, *path, *best_token; // see sala_growth
@@ -9528,6 +9545,11 @@ static int sala__draft_buffers(sala *s, sala__buffer *b) {
     size_t wide = step > SALA__DRAFT_EXTEND ? step : SALA__DRAFT_EXTEND;
     size_t splits = (size_t)sala__max(sala_gemm_splits(m->hidden, m->ffn),
                                       sala_gemm_splits(m->hidden, m->heads * m->head_dim));
+    // Parts of fc in a band, of k and v there, and of q, k and v where trees grow.
+    size_t parts = band * hidden * (size_t)sala_gemm_splits(m->hidden, 3 * m->hidden),
+           kv_splits = (size_t)sala_gemm_splits((int)kv, 2 * m->hidden);
+    if (parts < band * 2 * kv * kv_splits) parts = band * 2 * kv * kv_splits;
+    if (parts < wide * (2 * kv + q) * kv_splits) parts = wide * (2 * kv + q) * kv_splits;
     const sala__buffer table[] = {
         {(void **)&d->pages.k, pages * 64 * kv, act, SALA__DEVICE, "the draft head's cache"},
         {(void **)&d->pages.v, pages * 64 * kv, act, SALA__DEVICE, "the draft head's cache"},
@@ -9554,6 +9576,7 @@ static int sala__draft_buffers(sala *s, sala__buffer *b) {
         {(void **)&d->cos_sin, rows * (size_t)m->head_dim, 4, SALA__DEVICE, "rotary tables"},
         {(void **)&d->logits, step * vocab, 4, SALA__DEVICE, "logits"},
         {(void **)&d->partial, splits * step * hidden, 4, SALA__GPU, "partial sums"},
+        {(void **)&d->parts_sum, parts, 4, SALA__GPU, "partial sums"},
         {(void **)&d->dense, step * (size_t)m->kv_heads, 4, SALA__DEVICE, "block lists"},
         {(void **)&d->arrivals, 2, 4, SALA__GPU, "counters"},
         {(void **)&d->top_arrivals, step, 4, SALA__GPU, "counters"},
@@ -9569,7 +9592,6 @@ static int sala__draft_buffers(sala *s, sala__buffer *b) {
         {(void **)&d->step, sala__draft_layout(s, d->rows, d->seqs), 1, SALA__CPU, "rows"},
         {(void **)&d->gpu_step, sala__draft_layout(s, d->rows, d->seqs), 1, SALA__GPU, "rows"},
     };
-    if (!s->has_draft) return 0;
     memcpy(b, table, sizeof table);
     return (int)(sizeof table / sizeof table[0]);
 }
@@ -9665,7 +9687,7 @@ static int sala__buffers(sala *s, sala__buffer *b) {
     };
     memcpy(b, table, sizeof table);
     int count = (int)(sizeof table / sizeof table[0]);
-    return count + sala__draft_buffers(s, b + count);
+    return s->has_draft ? count + sala__draft_buffers(s, b + count) : count;
 }
 
 // Cut the head's step block into its arrays for a pass of these rows and sequences. Views are the rows
@@ -9764,8 +9786,8 @@ static int64_t sala__measure(sala *s) {
     p->thread_scratch = sala__ops_scratch(m, o->context);
     if (p->thread_scratch < sala__gemm_scratch()) p->thread_scratch = sala__gemm_scratch();
     sala__draft_measure(s);
-    size_t draft_scratch = 4 * sala__attend_scratch(&s->draft_config.dims);
-    if (s->has_draft && p->thread_scratch < draft_scratch) p->thread_scratch = draft_scratch;
+    size_t draft_scratch = s->has_draft ? 4 * sala__attend_scratch(&s->draft_config.dims) : 0;
+    if (p->thread_scratch < draft_scratch) p->thread_scratch = draft_scratch;
     // A config can name any geometry: no product below may overflow.
     double layers = m->layers + 2.0, most = (double)p->pages * (double)p->page_kv * layers;
     most += (double)p->slots * ((double)p->state + (double)p->pending) * layers;
@@ -10113,8 +10135,9 @@ static int sala__draft_open(sala *s, sala_error *err) {
     g->cuda = s->gpu.cuda;
     g->cuda.module_count = 0;
     g->units = 1 | 1u << 7;
+    const int formats = sala__formats_of(&s->draft_config, &s->draft_weights);
     for (int format = SALA_NVFP4; format <= SALA_INT4; format++)
-        if (s->formats >> format & 1) g->units |= 1u << (format + 1) | 1u << 3;
+        if (formats >> format & 1) g->units |= 1u << (format + 1) | 1u << 3;
     return sala__gpu_open(g, &s->draft_config.dims, err);
 }
 
@@ -10718,8 +10741,18 @@ typedef struct sala__draft_pass {
     sala_growth growth;
 } sala__draft_pass;
 
-static sala_rows *sala__draft_view(sala *s, int view, int count, int seqs, int first,
-                                   const sala_seq *of) {
+// A pass that only puts rows of one sequence into the cache.
+static sala__draft_pass sala__draft_filling(int32_t rows, const sala_act *features) {
+    sala__draft_pass p;
+    memset(&p, 0, sizeof p);
+    p.extend = rows;
+    p.seqs = p.topk = 1;
+    p.features = features;
+    return p;
+}
+
+static void sala__draft_view(sala *s, int view, int count, int seqs, int first,
+                             const sala_seq *of) {
     sala__draft *d = &s->draft;
     sala_rows rows = {
         count,
@@ -10731,7 +10764,6 @@ static sala_rows *sala__draft_view(sala *s, int view, int count, int seqs, int f
         (const int32_t *)sala__draft_at(s, d->seq + first),
         d->path + (size_t)first * SALA_MAX_PATH};
     d->views[view] = rows;
-    return &d->views[view];
 }
 
 // Cut the step block for a pass and empty it; `count` sequences of the bucket exist.
@@ -10778,41 +10810,62 @@ static sala_seq sala__draft_seq(sala *s, const sala__sequence *q, int first, int
     return seq;
 }
 
-// u, and from it q (if trees grow), k and v of the rows of a step; keys and q turned.
+// u, and from it k, v and (if trees grow) q of the rows of a step, turned; step 0 puts k and v into pages.
 static void sala__draft_project(sala *s, const sala__draft_pass *p, int step) {
     const sala__weights *w = s->on_gpu ? &s->gpu_draft_weights : &s->draft_weights;
+    const sala__layer *l = &w->layers[0];
     const sala_dims *m = &s->draft_config.dims;
     sala__draft *d = &s->draft;
     const int rows = step ? p->seqs * p->topk : p->extend, wants_q = p->depth > 0;
     size_t first = (size_t)sala_growth_row(&p->growth, step, 0, 0),
            at = first * (size_t)m->kv_heads * (size_t)m->head_dim;
-    const sala_weight *bias = &w->fc_bias;
-    sala_draft_input_args input = {rows,           m->hidden, step,
-                                   m->eps,         w->embed,  w->layers[0].input_norm,
-                                   w->hidden_norm, *bias,     step ? d->x[(step - 1) & 1] : NULL,
-                                   d->x[step & 1], d->u,      p->growth};
+    sala_draft_input_args input;
+    memset(&input, 0, sizeof input);
+    input.rows = rows;
+    input.width = m->hidden;
+    input.step = step;
+    input.eps = m->eps;
+    input.embed = w->embed;
+    input.input_norm = l->input_norm;
+    input.hidden_norm = w->hidden_norm;
+    input.bias = w->fc_bias;
+    input.f = step ? d->x[(step - 1) & 1] : NULL;
+    input.parts = d->parts_sum;
+    input.splits = sala_gemm_splits(w->fc.n, w->fc.k);
+    input.x = d->x[step & 1];
+    input.u = d->u;
+    input.growth = p->growth;
     sala__draft_op(s, SALA__OP_draft_input, &input);
-    const sala_weight *all[3] = {&w->layers[0].k, &w->layers[0].v, &w->layers[0].q};
+    const sala_weight *all[3] = {&l->k, &l->v, &l->q};
     sala_act *const y[3] = {d->k + at, d->v + at, d->q};
     sala_gemm_args gemm;
     memset(&gemm, 0, sizeof gemm);
     gemm.rows = rows;
     gemm.x = d->u;
+    gemm.parts = d->parts_sum;
+    gemm.splits = sala_gemm_splits(l->k.n, l->k.k); // the same with and without q
     for (int i = 0; i < 2 + wants_q; i++) {
-        gemm.y[gemm.count] = y[i];
-        gemm.w[gemm.count++] = *all[i];
+        gemm.y[i] = y[i];
+        gemm.w[i] = *all[i];
+        gemm.parts_at[i] = gemm.parts_width;
+        gemm.parts_width += all[i]->n;
+        gemm.count++;
     }
     sala__draft_op(s, SALA__OP_gemm, &gemm);
-    sala_qk_args turn;
+    sala_draft_turn_args turn;
     memset(&turn, 0, sizeof turn);
-    turn.rows = rows;
+    turn.dims = m;
+    turn.rows = (const sala_rows *)sala__draft_at(s, &d->views[1]);
+    turn.count = rows;
     turn.heads = wants_q ? m->heads : 0;
-    turn.kv_heads = m->kv_heads;
-    turn.dim = m->head_dim;
+    turn.splits = gemm.splits;
+    turn.parts = d->parts_sum;
     turn.cos_sin = d->cos_sin + first * (size_t)m->head_dim;
     turn.q = d->q;
     turn.k = d->k + at;
-    sala__draft_op(s, SALA__OP_qk_norm_rope, &turn);
+    turn.v = d->v + at;
+    if (!step) turn.pages = d->pages;
+    sala__draft_op(s, SALA__OP_draft_turn, &turn);
 }
 
 // Put the `extend` rows into the cache.
@@ -10834,12 +10887,11 @@ static void sala__draft_extend(sala *s, const sala__draft_pass *p) {
     fc.x = p->features ? p->features : d->g;
     fc.w[0] = w->fc;
     fc.y[0] = d->x[0];
+    fc.parts = d->parts_sum;
+    fc.splits = sala_gemm_splits(w->fc.n, w->fc.k);
+    fc.parts_width = w->fc.n;
     sala__draft_op(s, SALA__OP_gemm, &fc);
     sala__draft_project(s, p, 0);
-    sala_draft_store_args store = {m, (const sala_rows *)sala__draft_at(s, &d->views[1]), d->k,
-                                   d->v, d->pages};
-    d->gpu.rows = p->extend;
-    sala__draft_op(s, SALA__OP_draft_store, &store);
 }
 
 // From q, k, v of a step's rows to their candidates.
@@ -10991,7 +11043,7 @@ static int sala__draft_fill(sala *s, sala__sequence *q, int32_t end, const sala_
     int code = 0, most = s->draft.band < s->draft.slack ? s->draft.band : s->draft.slack;
     while (q->draft.seen < end && code == 0) {
         int n = end - q->draft.seen < most ? end - q->draft.seen : most;
-        sala__draft_pass p = {n, 1, 0, 1, 0, features, {0}};
+        sala__draft_pass p = sala__draft_filling(n, features);
         if ((code = sala__draft_room(s, q, n, err)) < 0) return code;
         sala__draft_begin(s, &p, 1);
         for (int r = 0; r < n; r++) sala__draft_row(s, q, r, 0, q->draft.seen + r);
@@ -11033,7 +11085,7 @@ static int sala__draft_prefill(sala *s, int slot, int32_t first, int32_t count, 
         code = sala__draft_fill(s, q, last, d->features + (size_t)(q->draft.seen - first) * width,
                                 err);
     if (code < 0 || after < end) return code;
-    sala__draft_pass p = {1, 1, 0, 1, 0, NULL, {0}};
+    sala__draft_pass p = sala__draft_filling(1, NULL);
     sala__draft_begin(s, &p, 1);
     d->from[0] = count - 1;
     int32_t to = (q->draft.place - 1) * SALA_DRAFT_DEBT + last % SALA_DRAFT_DEBT;
@@ -11088,7 +11140,8 @@ static int sala__draft_bucket(int n, int least) {
 // One tree for each of these sequences, of at most its shape, by the head.
 static int sala__draft_propose(sala *s, const int32_t *slots, const sala__shape *shapes, int n,
                                sala_tree *trees, sala_error *err) {
-    sala__draft_pass p = {0, 1, 0, 0, 0, NULL, {0}};
+    sala__draft_pass p = sala__draft_filling(0, NULL);
+    p.topk = 0;
     int code = 0, known = 0, which[SALA__DRAFTS];
     int32_t of[SALA__DRAFTS];
     sala__shape shape[SALA__DRAFTS];

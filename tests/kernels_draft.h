@@ -152,6 +152,12 @@ static void draft_check_input(int topk, int biased) {
     d.u = (sala_act *)on_device(NULL, 2 * MOST * W * 2);
     sala_act *on[2] = {(sala_act *)on_device(x[0], MOST * W * 2),
                        (sala_act *)on_device(x[1], MOST * W * 2)};
+    float *parts = (float *)gla_memory(3 * 5 * W * 4); // of step 0
+    for (int i = 0; i < 3 * 5 * W; i++) parts[i] = 2 * check_uniform();
+    for (int i = 0; i < 5 * W; i++)
+        x[0][i] = sala_f32_bf16(parts[i] + parts[5 * W + i] + parts[10 * W + i]);
+    d.parts = (const float *)on_device(parts, 3 * 5 * W * 4);
+    d.splits = 3;
     for (int step = 0; step < depth; step++) {
         a.rows = d.rows = step ? 3 * topk : 5;
         a.step = d.step = step;
@@ -177,7 +183,7 @@ static void draft_check_input(int topk, int biased) {
     from_device(trees, kernel.trees, sizeof trees);
     sala__op_draft_grow(gla_cpu(&device_dims), &grow);
     CHECK(memcmp(trees, want, sizeof want) == 0, "trees, topk %d", topk);
-    free(table), free(packed), free(got), free(wide);
+    free(table), free(packed), free(got), free(wide), free(parts);
     for (int i = 0; i < 5; i++) free(i < 3 ? norm[i] : x[i - 3]);
 }
 
@@ -187,38 +193,79 @@ static void test_draft_input_grow(void) {
     device_close();
 }
 
-static void test_draft_store(void) {
-    enum { ROWS = 6, PAGES = 5, ROW = DRAFT_KV * 128, PAGE = 64 * ROW };
+// With and without q, with and without pages; rows of padding are computed, not stored.
+static void test_draft_turn(void) {
+    enum {
+        ROWS = 6,
+        PAGES = 5,
+        HEADS = 3,
+        ROW = DRAFT_KV * 128,
+        Q = HEADS * 128,
+        PAGE = 64 * ROW,
+        SPLITS = 3
+    };
+    enum { ALL = 2 * ROW + Q };
     draft_open();
     int32_t position[ROWS] = {0, 63, 64, 127, 5, 6}, of[ROWS] = {0, 0, 0, 1, -1, -1},
             table[2][2] = {{3, 1}, {0, 4}};
-    uint16_t *k = gla_noise(ROWS * ROW, 1, 0), *v = gla_noise(ROWS * ROW, 1, 0);
+    uint16_t *rows_of[3] = {gla_noise(ROWS * ROW, 1, 0), gla_noise(ROWS * ROW, 1, 0),
+                            gla_noise(ROWS * Q, 1, 0)};
     uint16_t *pages = (uint16_t *)gla_memory(2 * PAGES * PAGE * 2),
              *got = (uint16_t *)gla_memory(2 * PAGES * PAGE * 2);
+    float *parts = (float *)gla_memory(SPLITS * ROWS * ALL * 4),
+          *turn = (float *)gla_memory(ROWS * 128 * 4);
     sala_seq seq[2];
     memset(seq, 0, sizeof seq);
     seq[0].pages = table[0], seq[1].pages = table[1];
-    sala_rows rows = {ROWS, 2, 1, seq, NULL, position, of, NULL};
-    sala_draft_store_args a;
-    memset(&a, 0, sizeof a);
-    a.dims = &device_dims, a.rows = &rows, a.k = k, a.v = v, a.pages.k = pages,
-    a.pages.v = pages + PAGES * PAGE;
-    sala_draft_store_args d = a;
     const int32_t *there = (const int32_t *)on_device(table, sizeof table);
     sala_seq far[2] = {seq[0], seq[1]};
     far[0].pages = there, far[1].pages = there + 2;
-    d.rows = gla_device_rows(ROWS, 2, far, position, NULL, of, NULL);
-    d.k = (sala_act *)on_device(k, ROWS * ROW * 2), d.v = (sala_act *)on_device(v, ROWS * ROW * 2);
-    d.pages.k = (sala_act *)on_device(pages, 2 * PAGES * PAGE * 2);
-    d.pages.v = d.pages.k + PAGES * PAGE;
-    gpu->rows = ROWS;
-    sala__launch_draft_store(gpu, &d);
-    device_sync();
-    from_device(got, d.pages.k, 2 * PAGES * PAGE * 2);
-    sala__op_draft_store(NULL, &a);
-    CHECK(memcmp(got, pages, 2 * PAGES * PAGE * 2) == 0, "pages");
-    CHECK(memcmp(pages + PAGE + 128 * 64, k + 2 * ROW + 128, 256) == 0, "position 64, head 1");
-    free(k), free(v), free(pages), free(got);
+    sala_rows rows = {ROWS, 2, 1, seq, NULL, position, of, NULL};
+    for (int i = 0; i < ROWS * 128; i++) turn[i] = check_uniform();
+    for (int form = 0; form < 3; form++) { // all; no q; no pages
+        const int width = form == 1 ? 2 * ROW : ALL;
+        for (int i = 0; i < SPLITS * ROWS * width; i++) parts[i] = check_uniform();
+        for (int i = 0; i < ROWS * width; i++) {
+            int r = i / width, c = i % width;
+            float sum = parts[i] + parts[ROWS * width + i] + parts[2 * ROWS * width + i];
+            uint16_t *to = c < ROW       ? rows_of[0] + r * ROW + c
+                           : c < 2 * ROW ? rows_of[1] + r * ROW + c - ROW
+                                         : rows_of[2] + r * Q + c - 2 * ROW;
+            *to = sala_f32_bf16(sum);
+        }
+        sala_draft_turn_args a;
+        memset(&a, 0, sizeof a);
+        a.dims = &device_dims, a.rows = &rows, a.count = ROWS, a.heads = form == 1 ? 0 : HEADS,
+        a.splits = SPLITS;
+        a.cos_sin = turn, a.k = rows_of[0], a.v = rows_of[1], a.q = rows_of[2];
+        if (form < 2) a.pages.k = pages, a.pages.v = pages + PAGES * PAGE;
+        sala_draft_turn_args d = a;
+        d.rows = gla_device_rows(ROWS, 2, far, position, NULL, of, NULL);
+        d.parts = (const float *)on_device(parts, (size_t)(SPLITS * ROWS * width) * 4);
+        d.cos_sin = (const float *)on_device(turn, ROWS * 128 * 4);
+        d.k = (sala_act *)on_device(NULL, ROWS * ROW * 2),
+        d.v = (sala_act *)on_device(NULL, ROWS * ROW * 2);
+        d.q = (sala_act *)on_device(NULL, ROWS * Q * 2);
+        if (form < 2)
+            d.pages.k = (sala_act *)on_device(pages, 2 * PAGES * PAGE * 2),
+            d.pages.v = d.pages.k + PAGES * PAGE;
+        sala__launch_draft_turn(gpu, &d);
+        device_sync();
+        sala__op_draft_turn(gla_cpu(&device_dims), &a);
+        if (form < 2) from_device(got, d.pages.k, 2 * PAGES * PAGE * 2);
+        if (form < 2) CHECK(memcmp(got, pages, 2 * PAGES * PAGE * 2) == 0, "pages, form %d", form);
+        from_device(got, d.k, ROWS * ROW * 2);
+        CHECK(memcmp(got, a.k, ROWS * ROW * 2) == 0, "k, form %d", form);
+        from_device(got, d.v, ROWS * ROW * 2);
+        CHECK(memcmp(got, a.v, ROWS * ROW * 2) == 0, "v, form %d", form);
+        from_device(got, d.q, ROWS * Q * 2);
+        if (form != 1) CHECK(memcmp(got, a.q, ROWS * Q * 2) == 0, "q, form %d", form);
+        if (form < 2)
+            CHECK(memcmp(pages + PAGE + 128 * 64, a.k + 2 * ROW + 128, 256) == 0,
+                  "position 64, head 1");
+    }
+    for (int i = 0; i < 3; i++) free(rows_of[i]);
+    free(pages), free(got), free(parts), free(turn);
     device_close();
 }
 
@@ -296,6 +343,52 @@ static void test_draft_top(void) {
     device_close();
 }
 
+// Products in shares of k: the parts of two weights, added, are the product; and they are the same for any number
+// of rows and whatever weights stand behind.
+static void test_draft_parts(void) {
+    enum { ROWS = 20, K = 2048, N = 192, M = 64, SPLITS = 4, WIDTH = N + M };
+    for (gemm_layout = GEMM_BF16; gemm_layout <= GEMM_NVFP4; gemm_layout++) {
+        gemm_begin();
+        sala_weight w[2] = {gemm_weight(N, K, 0.1f), gemm_weight(M, K, 0.1f)};
+        sala_act *x = gemm_random(ROWS * K, 1);
+        float *parts = (float *)gemm_space(SPLITS * ROWS * WIDTH * 4),
+              *fewer = (float *)gemm_space(SPLITS * 3 * N * 4);
+        sala_gemm_args a;
+        memset(&a, 0, sizeof a);
+        a.rows = ROWS, a.count = 2, a.splits = SPLITS, a.parts_width = WIDTH, a.parts_at[1] = N;
+        a.w[0] = gemm_pack(&w[0], NULL), a.w[1] = gemm_pack(&w[1], NULL);
+        a.x = (const sala_act *)on_device(x, ROWS * K * sizeof *x);
+        a.parts = (float *)on_device(NULL, SPLITS * ROWS * WIDTH * 4);
+        sala__launch_gemm(gpu, &a);
+        device_sync();
+        from_device(parts, a.parts, SPLITS * ROWS * WIDTH * 4);
+        for (int i = 0; i < ROWS * WIDTH; i++) {
+            int r = i / WIDTH, n = i % WIDTH;
+            const sala_weight *of = &w[n >= N];
+            n -= n >= N ? N : 0;
+            double sum = 0, want = 0;
+            for (int split = 0; split < SPLITS; split++)
+                sum += (double)parts[split * ROWS * WIDTH + i];
+            for (int k = 0; k < K; k++)
+                want += (double)sala_load(x[r * K + k]) * (double)gemm_element(of, n, k);
+            want *= of->alpha ? (double)of->alpha[n] : 1;
+            CHECK(fabs(sum - want) <= (double)gemm_slack(x + r * K, of, n),
+                  "row %d, %d: %g, not %g", r, n, sum, want);
+        }
+        a.rows = 3, a.count = 1, a.parts_width = N;
+        sala__launch_gemm(gpu, &a);
+        device_sync();
+        from_device(fewer, a.parts, SPLITS * 3 * N * 4);
+        for (int i = 0; i < SPLITS * 3; i++)
+            CHECK(memcmp(fewer + i * N, parts + (i / 3 * ROWS + i % 3) * WIDTH, N * 4) == 0,
+                  "other bits alone: %d", i);
+        for (int i = 0; i < 2; i++) gemm_free_weight(&w[i]);
+        free(x), free(parts), free(fewer);
+        gemm_end();
+    }
+    gemm_layout = GEMM_BF16;
+}
+
 #define DRAFT_TESTS                                                                                \
-    TEST(test_draft_capture_keep), TEST(test_draft_input_grow), TEST(test_draft_store),            \
-        TEST(test_draft_top)
+    TEST(test_draft_capture_keep), TEST(test_draft_input_grow), TEST(test_draft_turn),             \
+        TEST(test_draft_top), TEST(test_draft_parts)

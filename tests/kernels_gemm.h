@@ -441,7 +441,8 @@ static inline void test_gemm_alone_case(int rows, int from, int count, int k, in
             void *y = on_device(NULL, (size_t)now * f32);
             const sala_act *from_x = x + (few ? (size_t)from * (size_t)k : 0);
             const sala_act *on_gpu = (const sala_act *)on_device(from_x, (size_t)now * in);
-            sala_gemm_args a = {now, 1, on_gpu, {packed}, {NULL}, (float *)y, {NULL, NULL, 0, 0}};
+            sala_gemm_args a = {now,  1, on_gpu, {packed}, {NULL}, (float *)y, {NULL, NULL, 0, 0},
+                                NULL, 0, 0,      {0}};
             sala_gemm_swiglu_args g = {now,
                                        on_gpu,
                                        pair,
@@ -504,7 +505,11 @@ static inline void test_gemm_nan(void) {
                             {packed},
                             {NULL},
                             (float *)y,
-                            {NULL, NULL, 0, 0}};
+                            {NULL, NULL, 0, 0},
+                            NULL,
+                            0,
+                            0,
+                            {0}};
         sala__launch_gemm(gpu, &a);
         device_sync();
         from_device(spoilt ? got : clean, y, sizeof got);

@@ -132,7 +132,7 @@ static void fp4_twin(void) {
     sala_act *x = fp4_rows(ROWS, K), y[2][ROWS * N];
     sala_quant q = fp4_quantized(x, ROWS, K);
     sala_weight w[2] = {fp4_weight(N, K), fp4_weight(N - 3, K)};
-    sala_gemm_args a = {ROWS, 2, x, {w[0], w[1]}, {y[0], y[1]}, NULL, q};
+    sala_gemm_args a = {ROWS, 2, x, {w[0], w[1]}, {y[0], y[1]}, NULL, q, NULL, 0, 0, {0}};
     sala__op_gemm(&gemm_cpu, &a);
     int wrong = 0;
     for (int i = 0; i < ROWS * N * 2; i++) {
@@ -372,7 +372,8 @@ static void fp4_nan_case(int mode) {
     x[SPOILT * K + 77] = 0xFF80;
     sala_quant q = fp4_quantized(x, ROWS, K);
     sala_weight w = fp4_weight(N, K), packed = fp4_pack(&w, NULL);
-    sala_gemm_args a = {ROWS, 1, NULL, {packed}, {NULL}, NULL, fp4_device(&q, ROWS, K)};
+    sala_gemm_args a = {ROWS, 1, NULL, {packed}, {NULL}, NULL, fp4_device(&q, ROWS, K),
+                        NULL, 0, 0,    {0}};
     a.y[0] = (sala_act *)on_device(NULL, sizeof got);
     sala__launch_gemm(gpu, &a);
     device_sync();

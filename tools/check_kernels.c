@@ -52,7 +52,11 @@ static long dynamic_shared(const char *kernel, const sala_dims *m) {
                  {"sala_prefill_dense", SALA_PREFILL_DENSE_SHARED},
                  {"sala_prefill_sparse", SALA_PREFILL_SPARSE_SHARED(m->top_k)},
                  {"sala_prefill_store", SALA_PREFILL_STORE_SHARED},
-                 {"sala_prefill_score", SALA_PREFILL_SCORE_SHARED}};
+                 {"sala_prefill_score", SALA_PREFILL_SCORE_SHARED},
+                 {"sala_capture", 32 * 4},
+                 {"sala_draft_input", SALA__DRAFT_INPUT_SHARED},
+                 {"sala_draft_top", SALA__DRAFT_TOP_SHARED},
+                 {"sala_draft_grow", SALA__DRAFT_GROW_SHARED}};
     for (size_t i = 0; i < sizeof known / sizeof known[0]; i++)
         if (strcmp(kernel, known[i].kernel) == 0) return known[i].bytes;
     return 0;
