@@ -11437,7 +11437,13 @@ static int sala__plan_trees(sala *s, sala__request **active, int count, int rows
     }
     if (!p->on) return 0;
     p->step++;
+    int level = p->level;
     sala__choose_level(p, count);
+    if (p->trees && level && !p->level && p->cap)
+        sala__log(&s->env, SALA_LOG_INFO,
+                  "the draft head is left alone for %d steps: its trees give %.2f tokens, and each "
+                  "takes the time of %.2f plain steps",
+                  p->retry, p->yield[level], p->yield[level] / sala__gain(p, level, count));
     // A few plain steps of each load: what drafts are measured by.
     if (!p->forced && !sala__mean_known(&p->cost[sala__cost_index(count)])) return 0;
     int used = count;
