@@ -11237,8 +11237,7 @@ static void sala__test_tree(const sala *s, sala__request *r, const sala__shape *
 // sequences that generate; whether it pays, from what steps took and gave so far (speculation.md 5.1).
 
 static const sala__shape sala__shapes[SALA__LEVELS] = {{0, 1, 1}, {5, 2, 11}, {7, 2, 15}};
-static const double sala__hopes[SALA__LEVELS] = {1, 2.7,
-                                                 3.0}; // tokens of a verify, before any was seen
+static const double sala__hopes[SALA__LEVELS] = {1, 2.7, 3}; // tokens of a verify, unseen
 static const int sala__cost_rows[SALA__COSTS] = {1,  2,  3,  4,  6,  8,   12,  16,
                                                  24, 32, 48, 64, 96, 128, 192, 256};
 
@@ -11369,7 +11368,7 @@ static int sala__plan_chain(sala *s, sala__request *r, int sequences, int rows, 
     sala__spec *c = &r->spec;
     int64_t count = (int64_t)q->token_count, place = 0;
     int room = c->deepest, level = p->shape[p->cap].nodes - 1, tree = p->trees && p->level;
-    if (!p->forced && (count < 64 || r->sampler.temperature > 1)) return 0;
+    if (!p->forced && (count < 32 || r->sampler.temperature > 1)) return 0;
     int code = sala__ngram_index(s, r, err);
     if (code < 0) return code;
     if (sequences > 1 && room > (level ? level : 4)) room = level ? level : 4;
