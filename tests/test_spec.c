@@ -298,7 +298,7 @@ static void test_chains_by_measurement(void) {
     CHECK(w[1]->chains < 12, "%d chains where each row costs a step", w[1]->chains);
     CHECK(w[2]->chains == 0, "%d chains before anything is measured", w[2]->chains);
     for (int i = 0; i < 3; i++) walk_free(w[i]);
-    w[0] = walk_new("auto", tokens, 20, 60); // too short a text
+    w[0] = walk_new("auto", tokens, 10, 31); // too short a text
     w[1] = walk_new("auto", tokens, 100, 3000);
     w[1]->r.sampler.temperature = 1.1f; // too wild
     w[0]->cost = w[1]->cost = flat;
