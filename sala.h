@@ -7806,7 +7806,7 @@ static sala__cu_memory sala__on_gpu(const void *pointer) {
     return (sala__cu_memory)(uintptr_t)pointer;
 }
 
-#define SALA__GLA_SHARED 12976    // without saved states; sizeof(sala_gla_shared) in sala.cu
+#define SALA__GLA_SHARED 21056    // without saved states; sizeof(sala_gla_shared) in sala.cu
 #define SALA__GLA_SAVED (8 << 10) // one saved state of a block
 
 static void sala__launch_embed(sala__gpu *g, const sala_embed_args *a) {
@@ -7831,7 +7831,7 @@ static void sala__launch_gate(sala__gpu *g, const sala_gate_args *a) {
 // A block takes 16 columns of one head of one sequence.
 static void sala__launch_gla_verify(sala__gpu *g, const sala_gla_args *a) {
     sala_gla_args with = *a;
-    with.tree_slots = g->tree_slots < 8 ? g->tree_slots : 8; // owners are eight bytes of a word
+    with.tree_slots = g->tree_slots;
     sala__launch(g, SALA__KERNEL_gla_verify, g->dims->lin_heads * (g->dims->lin_dim / 16), g->seqs,
                  1, SALA__GLA_SHARED + with.tree_slots * SALA__GLA_SAVED, &with);
 }
@@ -8646,6 +8646,7 @@ struct sala {
     sala_rows *step_rows;                    // of the GPU: its own addresses
     sala_seq *seqs;                          // [node_rows]
     int32_t *token, *position, *seq, *paths; // [rows] x 3, [node_rows, SALA_MAX_PATH]
+    int32_t *forks;                          // [node_rows] of the GPU, see sala_gla_args
     sala_sampling *sampling;                 // [node_rows] of the GPU
     char *gpu_step;                          // the copy of it there
     int32_t *page_tables;                    // [slots, plan.blocks] there
@@ -8854,6 +8855,7 @@ static size_t sala__step_layout(sala *s, int rows) {
         {(void **)&s->seqs, nodes * sizeof(sala_seq)},
         {(void **)&s->sampling, nodes * sizeof(sala_sampling)},
         {(void **)&s->paths, nodes * SALA_MAX_PATH * 4},
+        {(void **)&s->forks, nodes * 4},
         {(void **)&s->token, each},
         {(void **)&s->position, each},
         {(void **)&s->seq, each},
@@ -10006,6 +10008,7 @@ static sala_gla_args sala__gla_args(sala *s, const sala_rows *rows, int verify, 
     a.pending_k = s->pending_k + (size_t)index * slots * p->pending;
     a.pending_v = s->pending_v + (size_t)index * slots * p->pending;
     a.o = s->o;
+    a.forks = (const int32_t *)sala__step_at(s, s->forks);
     return a;
 }
 
@@ -10747,12 +10750,30 @@ static int sala__tree_rows(const sala_tree *t, int32_t row[SALA_MAX_NODES]) {
     return wait[0];
 }
 
+// What each row does with the states that wait (see sala_gla_args): a stack, as rows come depth first.
+static void sala__tree_forks(const sala_tree *t, const int32_t *row, int32_t *fork) {
+    int up[SALA_MAX_NODES] = {0}, last[SALA_MAX_NODES] = {0}, wait = 0;
+    for (int n = 1; n < t->count; n++) {
+        up[row[n]] = row[t->parent[n]];
+        last[up[row[n]]] = sala__max(last[up[row[n]]], row[n]);
+    }
+    for (int r = 0; r < t->count; r++) {
+        fork[r] = 0;
+        if (r > 0 && up[r] != r - 1) {
+            fork[r] = wait;
+            wait -= last[up[r]] == r;
+        }
+        if (last[r] > r + 1) fork[r] |= ++wait << 4;
+    }
+}
+
 // The rows of request i's tree, from `first` on.
 static void sala__lay_tree(sala *s, sala__request *r, int i, int first) {
     const sala_tree *t = &r->spec.tree;
     const sala__sequence *q = &s->sequences[r->slot];
     sala_seq seq = {r->slot, first, t->count, q->stored, 0, q->pending, sala__pages_of(s, q)};
     s->seqs[i] = seq;
+    sala__tree_forks(t, r->spec.row, s->forks + first);
     if (s->on_gpu) sala__send_counts(s, r);
     for (int n = 0; n < t->count; n++) {
         int row = first + r->spec.row[n], depth = t->depth[n];
