@@ -407,7 +407,11 @@ typedef struct sala_gla_args {
     const sala_act *pending_k,
         *pending_v; // [slots, SALA_MAX_PATH, lin_kv_heads, lin_dim] this layer's pool
     sala_act *o;    // [rows, lin_heads, lin_dim]; NULL: only fold the pending paths into the states
-    int32_t tree_slots; // GPU: saved states that a block has shared memory for, 0..8
+    // GPU: states of branches that wait at once, 0: the trees are chains. A row whose parent is not the
+    // row before it begins at the state in place fork & 15 (counted from 1, 0: it goes on), a row
+    // that others grow from than the next leaves its state in place fork >> 4.
+    int32_t tree_slots;
+    const int32_t *forks; // [rows]
 } sala_gla_args;
 
 // Prefill: copy k, v of the rows into pages; then the compressed rows that the chunk's tokens
@@ -723,9 +727,9 @@ typedef struct sala_draft_input_args {
 
 // The topk best logits of each row: log softmax, and the target's ids; the lower one first where two are
 // equal. NaN or infinity in a row: it has no candidates.
-#define SALA_TOP_TILE 2048 // logits that a block looks at
-typedef struct sala_top {  // of a tile: keys as sala_top_key, the best first
-    float max, sum;        // of exp(x - max)
+#define SALA_TOP_TILE 256 // logits that a warp looks at
+typedef struct sala_top { // of a tile: keys as sala_top_key, the best first
+    float max, sum;       // of exp(x - max)
     uint64_t key[SALA_MAX_TOPK];
 } sala_top;
 

@@ -8379,7 +8379,7 @@ static sala__cu_memory sala__on_gpu(const void *pointer) {
     return (sala__cu_memory)(uintptr_t)pointer;
 }
 
-#define SALA__GLA_SHARED 12976    // without saved states; sizeof(sala_gla_shared) in sala.cu
+#define SALA__GLA_SHARED 21056    // without saved states; sizeof(sala_gla_shared) in sala.cu
 #define SALA__GLA_SAVED (8 << 10) // one saved state of a block
 
 static void sala__launch_embed(sala__gpu *g, const sala_embed_args *a) {
@@ -8404,7 +8404,7 @@ static void sala__launch_gate(sala__gpu *g, const sala_gate_args *a) {
 // A block takes 16 columns of one head of one sequence.
 static void sala__launch_gla_verify(sala__gpu *g, const sala_gla_args *a) {
     sala_gla_args with = *a;
-    with.tree_slots = g->tree_slots < 8 ? g->tree_slots : 8; // owners are eight bytes of a word
+    with.tree_slots = g->tree_slots;
     sala__launch(g, SALA__KERNEL_gla_verify, g->dims->lin_heads * (g->dims->lin_dim / 16), g->seqs,
                  1, SALA__GLA_SHARED + with.tree_slots * SALA__GLA_SAVED, &with);
 }
@@ -8734,7 +8734,7 @@ static void sala__launch_attend_prefill(sala__gpu *g, const sala_attend_args *a)
 
 // ---- launches: the draft head ----
 
-#define SALA__DRAFT_INPUT_SHARED ((32 + SALA_MAX_TOPK * SALA_MAX_TOPK) * 4)
+#define SALA__DRAFT_INPUT_SHARED ((33 + 2 * SALA_MAX_TOPK * SALA_MAX_TOPK) * 4)
 #define SALA__DRAFT_TOP_SHARED (8 * 8 + 8 * 4 + 16)
 #define SALA__DRAFT_GROW_SHARED (3 * 256 * 4)
 
@@ -8761,12 +8761,12 @@ static void sala__launch_draft_turn(sala__gpu *g, const sala_draft_turn_args *a)
     sala__launch(g, SALA__KERNEL_draft_turn, (unsigned)(heads + 3) / 4, 1, 1, 0, a);
 }
 
-static int sala__top_tiles(int vocab) {
-    return (vocab + SALA_TOP_TILE - 1) / SALA_TOP_TILE;
+static int sala__top_blocks(int vocab) { // of eight tiles
+    return (vocab + 8 * SALA_TOP_TILE - 1) / (8 * SALA_TOP_TILE);
 }
 
 static void sala__launch_draft_top(sala__gpu *g, const sala_draft_top_args *a) {
-    sala__launch(g, SALA__KERNEL_draft_top, (unsigned)sala__top_tiles(a->vocab), (unsigned)a->rows,
+    sala__launch(g, SALA__KERNEL_draft_top, (unsigned)sala__top_blocks(a->vocab), (unsigned)a->rows,
                  1, SALA__DRAFT_TOP_SHARED, a);
 }
 
@@ -9223,9 +9223,9 @@ typedef struct sala__spec {
     int32_t row[SALA_MAX_NODES]; // of each of its nodes, from the sequence's first row on
 } sala__spec;
 
-#define SALA__DRAFTS 16       // sequences for which the head drafts in one step
-#define SALA__DRAFT_BAND 512  // rows of a pass that only fills its cache
-#define SALA__DRAFT_EXTEND 64 // most tokens that a pass which grows trees puts into it
+#define SALA__DRAFTS 16        // sequences for which the head drafts in one step
+#define SALA__DRAFT_BAND 512   // rows of a pass that only fills its cache
+#define SALA__DRAFT_EXTEND 128 // most tokens that a pass which grows trees puts into it
 #define SALA__DRAFT_GRAPHS 48
 #define SALA__DRAFT_VIEWS (2 + SALA_MAX_PATH) // see sala__draft_layout
 
@@ -9395,6 +9395,7 @@ struct sala {
     sala_rows *step_rows;                    // of the GPU: its own addresses
     sala_seq *seqs;                          // [node_rows]
     int32_t *token, *position, *seq, *paths; // [rows] x 3, [node_rows, SALA_MAX_PATH]
+    int32_t *forks;                          // [node_rows] of the GPU, see sala_gla_args
     sala_sampling *sampling;                 // [node_rows] of the GPU
     char *gpu_step;                          // the copy of it there
     int32_t *page_tables;                    // [slots, plan.blocks] there
@@ -9580,8 +9581,8 @@ static int sala__draft_buffers(sala *s, sala__buffer *b) {
         {(void **)&d->dense, step * (size_t)m->kv_heads, 4, SALA__DEVICE, "block lists"},
         {(void **)&d->arrivals, 2, 4, SALA__GPU, "counters"},
         {(void **)&d->top_arrivals, step, 4, SALA__GPU, "counters"},
-        {(void **)&d->tops, step * (vocab / SALA_TOP_TILE + 1), sizeof(sala_top), SALA__GPU,
-         "candidates"},
+        {(void **)&d->tops, step * 8 * (size_t)sala__top_blocks((int)vocab), sizeof(sala_top),
+         SALA__GPU, "candidates"},
         {(void **)&d->parent, rows, 4, SALA__DEVICE, "trees"},
         {(void **)&d->flat, rows, 4, SALA__DEVICE, "trees"},
         {(void **)&d->path, rows * SALA_MAX_PATH, 4, SALA__DEVICE, "trees"},
@@ -9732,6 +9733,7 @@ static size_t sala__step_layout(sala *s, int rows) {
         {(void **)&s->seqs, nodes * sizeof(sala_seq)},
         {(void **)&s->sampling, nodes * sizeof(sala_sampling)},
         {(void **)&s->paths, nodes * SALA_MAX_PATH * 4},
+        {(void **)&s->forks, nodes * 4},
         {(void **)&s->token, each},
         {(void **)&s->position, each},
         {(void **)&s->seq, each},
@@ -11142,7 +11144,7 @@ static int sala__draft_propose(sala *s, const int32_t *slots, const sala__shape 
                                sala_tree *trees, sala_error *err) {
     sala__draft_pass p = sala__draft_filling(0, NULL);
     p.topk = 0;
-    int code = 0, known = 0, which[SALA__DRAFTS];
+    int code = 0, known = 0, most = SALA__DRAFT_EXTEND - SALA__DRAFTS, which[SALA__DRAFTS];
     int32_t of[SALA__DRAFTS];
     sala__shape shape[SALA__DRAFTS];
     for (int i = 0; i < n; i++) {
@@ -11165,12 +11167,11 @@ static int sala__draft_propose(sala *s, const int32_t *slots, const sala__shape 
                           p.depth, p.topk, s->draft.topk);
     for (int i = 0; i < known; i++) {
         sala__sequence *q = &s->sequences[of[i]];
-        if (p.extend > SALA__DRAFT_EXTEND / 2)
-            code = sala__draft_fill(s, q, q->stored - 1, NULL, err);
+        if (p.extend > most) code = sala__draft_fill(s, q, q->stored - 1, NULL, err);
         if (code == 0) code = sala__draft_room(s, q, q->stored - q->draft.seen, err);
         if (code < 0) return code;
     }
-    if (p.extend > SALA__DRAFT_EXTEND / 2) p.extend = known;
+    if (p.extend > most) p.extend = known;
     if (s->on_gpu) p.seqs = sala__draft_bucket(known, 1);
     if (!s->on_gpu) p.seqs = known;
     p.extend += p.seqs - known;
@@ -11968,6 +11969,7 @@ static sala_gla_args sala__gla_args(sala *s, const sala_rows *rows, int verify, 
     a.pending_k = s->pending_k + (size_t)index * slots * p->pending;
     a.pending_v = s->pending_v + (size_t)index * slots * p->pending;
     a.o = s->o;
+    a.forks = (const int32_t *)sala__step_at(s, s->forks);
     return a;
 }
 
@@ -12714,12 +12716,30 @@ static int sala__tree_rows(const sala_tree *t, int32_t row[SALA_MAX_NODES]) {
     return wait[0];
 }
 
+// What each row does with the states that wait (see sala_gla_args): a stack, as rows come depth first.
+static void sala__tree_forks(const sala_tree *t, const int32_t *row, int32_t *fork) {
+    int up[SALA_MAX_NODES] = {0}, last[SALA_MAX_NODES] = {0}, wait = 0;
+    for (int n = 1; n < t->count; n++) {
+        up[row[n]] = row[t->parent[n]];
+        last[up[row[n]]] = sala__max(last[up[row[n]]], row[n]);
+    }
+    for (int r = 0; r < t->count; r++) {
+        fork[r] = 0;
+        if (r > 0 && up[r] != r - 1) {
+            fork[r] = wait;
+            wait -= last[up[r]] == r;
+        }
+        if (last[r] > r + 1) fork[r] |= ++wait << 4;
+    }
+}
+
 // The rows of request i's tree, from `first` on.
 static void sala__lay_tree(sala *s, sala__request *r, int i, int first) {
     const sala_tree *t = &r->spec.tree;
     const sala__sequence *q = &s->sequences[r->slot];
     sala_seq seq = {r->slot, first, t->count, q->stored, 0, q->pending, sala__pages_of(s, q)};
     s->seqs[i] = seq;
+    sala__tree_forks(t, r->spec.row, s->forks + first);
     if (s->on_gpu) sala__send_counts(s, r);
     for (int n = 0; n < t->count; n++) {
         int row = first + r->spec.row[n], depth = t->depth[n];

@@ -270,7 +270,7 @@ static void test_draft_turn(void) {
 }
 
 static void draft_check_top(int vocab, int topk) {
-    enum { ROWS = 8, MOST = 2 * SALA_TOP_TILE + 700 };
+    enum { ROWS = 8, MOST = 16 * SALA_TOP_TILE + 700 };
     static float logits[ROWS * MOST], want[ROWS * SALA_MAX_TOPK], got[ROWS * SALA_MAX_TOPK];
     int32_t ids[MOST], token[ROWS * SALA_MAX_TOPK], there[ROWS * SALA_MAX_TOPK];
     for (int i = 0; i < vocab; i++) ids[i] = 3 * i + 1;
@@ -289,7 +289,7 @@ static void draft_check_top(int vocab, int topk) {
         if (r == 7) x[sparse_below(vocab)] = INFINITY;
         if (r == 3) x[0] = -INFINITY;
     }
-    size_t tiles = (size_t)sala__top_tiles(vocab), bytes = (size_t)(ROWS * vocab) * 4;
+    size_t tiles = (size_t)8 * sala__top_blocks(vocab), bytes = (size_t)(ROWS * vocab) * 4;
     int32_t arrivals[ROWS] = {0};
     sala_draft_top_args a = {ROWS,  vocab, topk, logits, topk & 1 ? ids : NULL,
                              token, want,  NULL, NULL},
@@ -337,9 +337,9 @@ static void draft_check_top(int vocab, int topk) {
 static void test_draft_top(void) {
     draft_open();
     draft_check_top(70, 1);
-    draft_check_top(SALA_TOP_TILE, 2);
-    draft_check_top(SALA_TOP_TILE + 3, 3);
-    draft_check_top(2 * SALA_TOP_TILE + 700, 4);
+    draft_check_top(8 * SALA_TOP_TILE, 2);
+    draft_check_top(8 * SALA_TOP_TILE + 3, 3);
+    draft_check_top(16 * SALA_TOP_TILE + 700, 4);
     device_close();
 }
 

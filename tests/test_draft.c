@@ -108,12 +108,26 @@ static sala_act *cache_of(sala *s, const sala__sequence *q) {
     size_t kv = (size_t)m->kv_heads, d = (size_t)m->head_dim, n = (size_t)q->draft.filled;
     sala_act *out = (sala_act *)calloc(2 * n * kv * d + 1, sizeof *out);
     const int32_t *table = s->draft.tables + (size_t)(q->draft.place - 1) * (size_t)s->draft.blocks;
+    const size_t bytes =
+        (size_t)s->draft.places * (size_t)s->draft.blocks * 64 * kv * d * sizeof *out;
+    sala_act *k = s->draft.pages.k, *v = s->draft.pages.v;
+    if (s->on_gpu) { // the pools as they lie there
+        sala_error err;
+        k = (sala_act *)malloc(bytes), v = (sala_act *)malloc(bytes);
+        if (!k || !v) exit(2);
+        must(sala__cuda_download(&s->gpu.cuda, k, sala__on_gpu(s->draft.pages.k), bytes, &err),
+             &err);
+        must(sala__cuda_download(&s->gpu.cuda, v, sala__on_gpu(s->draft.pages.v), bytes, &err),
+             &err);
+        must(sala__cuda_wait(&s->gpu.cuda, &err), &err);
+    }
     for (size_t u = 0; u < n && out; u++)
         for (size_t g = 0; g < kv; g++) {
             size_t at = (((size_t)table[u / 64] * kv + g) * 64 + u % 64) * d;
-            memcpy(out + ((2 * u) * kv + g) * d, s->draft.pages.k + at, d * sizeof *out);
-            memcpy(out + ((2 * u + 1) * kv + g) * d, s->draft.pages.v + at, d * sizeof *out);
+            memcpy(out + ((2 * u) * kv + g) * d, k + at, d * sizeof *out);
+            memcpy(out + ((2 * u + 1) * kv + g) * d, v + at, d * sizeof *out);
         }
+    if (s->on_gpu) free(k), free(v);
     return out;
 }
 
@@ -485,19 +499,19 @@ typedef struct story { // what two requests of one sequence gave
     double accepted;
 } story;
 
-// A prompt and its continuation, the second after a second prompt.
-static story tell(const char *spec, const char *tree, const char *test, int chunk,
-                  const story *guess) {
+// A prompt and its continuation, the second after a second prompt. Some prompts and answers are short.
+static story tell(const char *device, int shorter, const char *spec, const char *tree,
+                  const char *test, int chunk, const story *guess) {
     sala_options o;
     sala_request r;
     sala_event e;
     sala_error err;
     story t;
-    int32_t prompt[150];
+    int32_t prompt[150], answer = shorter ? 6 : 45;
     memset(&o, 0, sizeof o);
     memset(&t, 0, sizeof t);
     o.synthetic = 1, o.synthetic_seed = 9, o.threads = 2, o.max_sequences = 2, o.context = 512;
-    o.device = "cpu", o.chunk = chunk, o.draft = head_file, o.spec = spec, o.spec_tree = tree;
+    o.device = device, o.chunk = chunk, o.draft = head_file, o.spec = spec, o.spec_tree = tree;
     o.spec_test = test, o.draft_window = 128;
     sala *s = sala_open("models/sala-tiny/config.json", &o, &err);
     must(s ? 0 : -1, &err);
@@ -506,9 +520,10 @@ static story tell(const char *spec, const char *tree, const char *test, int chun
     int64_t sequence = 0;
     for (int turn = 0; turn < 2; turn++) {
         memset(&r, 0, sizeof r);
-        r.tokens = prompt, r.token_count = turn ? 40 : 150, r.sequence = sequence, r.keep = 1;
-        r.max_tokens = 45, r.ignore_eos = 1, r.temperature = turn ? 0.8f : 0, r.seed = 3;
-        if (guess) r.guess = guess->tokens + 45 * turn, r.guess_count = 45;
+        r.tokens = prompt, r.token_count = (turn ? 40 : 150) / (1 + 5 * shorter),
+        r.sequence = sequence, r.keep = 1;
+        r.max_tokens = answer, r.ignore_eos = 1, r.temperature = turn ? 0.8f : 0, r.seed = 3;
+        if (guess) r.guess = guess->tokens + answer * turn, r.guess_count = answer;
         must(sala_submit(s, &r, &err) < 0 ? -1 : 0, &err);
         for (int code = 1; code > 0;) {
             must(code = sala_step(s, &err), &err);
@@ -522,9 +537,11 @@ static story tell(const char *spec, const char *tree, const char *test, int chun
     }
     sala__sequence *q = &s->sequences[0];
     if (s->has_draft) {
+        enter(s);
         must(sala__draft_fill(s, q, q->stored - 1, NULL, &err), &err);
         t.cache = cache_of(s, q);
         t.filled = q->draft.filled;
+        leave(s);
     }
     sala_close(s);
     return t;
@@ -533,8 +550,8 @@ static story tell(const char *spec, const char *tree, const char *test, int chun
 // Whatever is drafted and refused, and however prompts are cut: the same text, and the same cache of the head.
 static void test_draft_engine(void) {
     write_head(1, 0);
-    story plain = tell("off", NULL, NULL, 512, NULL);
-    story base = tell("eagle", "3,2,7", NULL, 512, NULL);
+    story plain = tell("cpu", 0, "off", NULL, NULL, 512, NULL);
+    story base = tell("cpu", 0, "eagle", "3,2,7", NULL, 512, NULL);
     CHECK(plain.count == 90, "%d tokens", plain.count);
     const struct {
         const char *tree, *test;
@@ -543,7 +560,7 @@ static void test_draft_engine(void) {
                 {"4,2,9", "oracle", 128},  {"7,2,15", "oracle:60", 512},
                 {"5,2,11", "random", 192}, {"5,2,11", "adversarial", 512}};
     for (int i = 0; i < 6; i++) {
-        story t = tell("eagle", ways[i].tree, ways[i].test, ways[i].chunk, &plain);
+        story t = tell("cpu", 0, "eagle", ways[i].tree, ways[i].test, ways[i].chunk, &plain);
         CHECK(t.count == plain.count && memcmp(t.tokens, plain.tokens, sizeof t.tokens) == 0,
               "another text in way %d", i);
         size_t row = 2 * KV * DIM * sizeof *t.cache, n = (size_t)(t.filled - 64);
@@ -696,6 +713,32 @@ static void test_draft_device(void) {
     free(r);
 }
 
+// The engine there: captured layers, accepted nodes, several steps of recorded passes.
+static void test_draft_device_engine(void) {
+    const char *device = device_name();
+    if (!device) {
+        printf("skipped: no simulator (build/libsala_sim.so) and no SALA_TEST_GPU\n");
+        return;
+    }
+    int shorter = getenv("SALA_TEST_GPU") == NULL;
+    write_head(1, 0);
+    story plain = tell(device, shorter, "off", NULL, NULL, 64, NULL);
+    story base = tell(device, shorter, "eagle", "3,2,7", NULL, 64, NULL);
+    story good = tell(device, shorter, "eagle", "4,2,9", "oracle", 512, &plain);
+    CHECK(plain.count == (shorter ? 12 : 90), "%d tokens", plain.count);
+    CHECK(memcmp(plain.tokens, base.tokens, sizeof plain.tokens) == 0, "another text");
+    CHECK(memcmp(plain.tokens, good.tokens, sizeof plain.tokens) == 0, "another text");
+    CHECK(good.accepted > 1, "%g accepted", good.accepted);
+    size_t n = (size_t)(base.filled < good.filled ? base.filled : good.filled);
+    size_t row = 2 * KV * DIM * sizeof *base.cache, last = n < 64 ? 0 : n - 64;
+    CHECK(n > 20 && memcmp(base.cache, good.cache, (n < 64 ? n : 64) * row) == 0, "another anchor");
+    CHECK(memcmp((char *)base.cache + ((size_t)base.filled - last) * row,
+                 (char *)good.cache + ((size_t)good.filled - last) * row, last * row) == 0,
+          "another window");
+    free(base.cache);
+    free(good.cache);
+}
+
 TEST_MAIN(TEST(test_draft_grow), TEST(test_draft_reference), TEST(test_draft_cache),
           TEST(test_draft_window), TEST(test_draft_engine), TEST(test_draft_nothing),
-          TEST(test_draft_features), TEST(test_draft_device))
+          TEST(test_draft_features), TEST(test_draft_device), TEST(test_draft_device_engine))
