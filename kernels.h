@@ -407,7 +407,11 @@ typedef struct sala_gla_args {
     const sala_act *pending_k,
         *pending_v; // [slots, SALA_MAX_PATH, lin_kv_heads, lin_dim] this layer's pool
     sala_act *o;    // [rows, lin_heads, lin_dim]; NULL: only fold the pending paths into the states
-    int32_t tree_slots; // GPU: saved states that a block has shared memory for, 0..8
+    // GPU: states of branches that wait at once, 0: the trees are chains. A row whose parent is not the
+    // row before it begins at the state in place fork & 15 (counted from 1, 0: it goes on), a row
+    // that others grow from than the next leaves its state in place fork >> 4.
+    int32_t tree_slots;
+    const int32_t *forks; // [rows]
 } sala_gla_args;
 
 // Prefill: copy k, v of the rows into pages; then the compressed rows that the chunk's tokens

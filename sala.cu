@@ -1254,39 +1254,21 @@ extern "C" __global__ void __launch_bounds__(SALA_GEMM4_THREADS, 2)
 // registers: 8 KiB. Thread = four keys x four columns; a warp has 32 keys, its lanes are eight
 // groups of keys x four of columns, and the 8 KiB lie together in memory (sala_state_place).
 #define SALA_GLA_SLICES (128 / SALA_GLA_COLUMNS)
-#define SALA_GLA_BATCH (SALA_MAX_PATH / 2) // tokens whose q, k, v are in shared memory at a time
-#define SALA_GLA_HERE -2
-#define SALA_GLA_POOL -1
 
-typedef struct sala_gla_item { // a token to advance by
-    int32_t node;              // counts from the sequence's first row
-    int32_t from;              // where its parent's state is: HERE in registers, POOL or a slot
-    int32_t save;              // slot that gets its state, or -1
-    int32_t output;            // 0: once more, on the way to a node that it is an ancestor of
-} sala_gla_item;
-
-typedef struct sala_gla_shared {
-    sala_act k[SALA_MAX_PATH][128]; // the pending path; later a batch, its q in the second half
+typedef struct sala_gla_shared { // of the pending path, then of as many nodes at a time
+    sala_act k[SALA_MAX_PATH][128], q[SALA_MAX_PATH][128];
     sala_act v[SALA_MAX_PATH][SALA_GLA_COLUMNS];
-    float turn[SALA_GLA_BATCH][128];              // cos, sin
-    float o[SALA_GLA_BATCH][4][SALA_GLA_COLUMNS]; // of the keys of each warp
-    sala_gla_item item[SALA_GLA_BATCH];
-    int32_t parent[SALA_MAX_ROWS];     // of each node; -1: it grows from the pool
-    int32_t last_child[SALA_MAX_ROWS]; // 0: none
-    int32_t owner[8];                  // the node whose state a slot holds, -1: free
-    int32_t branched;                  // some node's parent is not the node before it
-    int32_t next;                      // node of a tree that comes next,
-    int32_t back;                      // and ancestors that come before it; -1: not known yet
-    int32_t count;                     // items of the batch
+    float turn[SALA_MAX_PATH][128];              // cos, sin
+    float o[SALA_MAX_PATH][4][SALA_GLA_COLUMNS]; // of the keys of each warp
+    int32_t fork[SALA_MAX_PATH];                 // see sala_gla_args
 } sala_gla_shared; // then [tree_slots][4][128 threads] float4: states that later nodes grow from
-static_assert(sizeof(sala_gla_shared) == 12976, "the host asks for this much");
+static_assert(sizeof(sala_gla_shared) == 21056, "the host asks for this much");
 
 // Where a block stands.
 typedef struct sala_gla_place {
-    int32_t first_row, rows;       // of the sequence
-    int32_t done, count;           // nodes that are advanced, or under way; items of the batch
+    int32_t first_row, rows;       // of the sequence, that are still to come
+    int32_t count;                 // of the pending path, or of the rows at a time
     int32_t head, kv_head, column; // first of 16
-    bool branched;
     float decay;
     float *state; // of this thread: element (its first key, its first column)
     sala_gla_shared *shared;
@@ -1326,22 +1308,28 @@ SALA_DEVICE void sala_gla_step(const sala_gla_place *at, int i, float4 s[4]) {
     }
 }
 
-// Sums of S q over the keys of the warp, always in the same order: a thread's four keys by fma,
-// then over the eight key groups, halving the columns at each exchange. Lanes without bit 2 write.
-SALA_DEVICE void sala_gla_output(const sala_gla_place *at, int i, const float4 s[4]) {
-    float q[4], x = 0, y = 0, z = 0, w = 0;
-    int lane = (int)threadIdx.x & 31;
-    sala_gla_four(*(const uint2 *)&at->shared->k[SALA_GLA_BATCH + i][sala_gla_key()], q);
+// A thread's share of S q: over its four keys, of its four columns.
+SALA_DEVICE float4 sala_gla_dot(const sala_gla_place *at, int i, const float4 s[4]) {
+    float q[4];
+    float4 x = make_float4(0, 0, 0, 0);
+    sala_gla_four(*(const uint2 *)&at->shared->q[i][sala_gla_key()], q);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        x = fmaf(q[j], s[j].x, x);
-        y = fmaf(q[j], s[j].y, y);
-        z = fmaf(q[j], s[j].z, z);
-        w = fmaf(q[j], s[j].w, w);
+        x.x = fmaf(q[j], s[j].x, x.x);
+        x.y = fmaf(q[j], s[j].y, x.y);
+        x.z = fmaf(q[j], s[j].z, x.z);
+        x.w = fmaf(q[j], s[j].w, x.w);
     }
+    return x;
+}
+
+// Its sum over the eight key groups of the warp, always in the same order, halving the columns at each
+// exchange. Lanes without bit 2 write.
+SALA_DEVICE void sala_gla_sum(const sala_gla_place *at, int i, float4 x) {
+    int lane = (int)threadIdx.x & 31;
     bool back = lane & 16, odd = lane & 8;
-    float even_sum = (back ? z : x) + __shfl_xor_sync(0xFFFFFFFFu, back ? x : z, 16);
-    float odd_sum = (back ? w : y) + __shfl_xor_sync(0xFFFFFFFFu, back ? y : w, 16);
+    float even_sum = (back ? x.z : x.x) + __shfl_xor_sync(0xFFFFFFFFu, back ? x.x : x.z, 16);
+    float odd_sum = (back ? x.w : x.y) + __shfl_xor_sync(0xFFFFFFFFu, back ? x.y : x.w, 16);
     float sum = odd ? odd_sum : even_sum;
     sum += __shfl_xor_sync(0xFFFFFFFFu, odd ? even_sum : odd_sum, 8);
     sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 4);
@@ -1362,106 +1350,18 @@ SALA_DEVICE void sala_gla_pending(const sala_gla_args *a, const sala_gla_place *
     }
 }
 
-// The shape of the tree of more than one node, by one warp.
-static __device__ __noinline__ void sala_gla_plan(const sala_rows *rows, const sala_seq *seq) {
-    sala_gla_shared *m = (sala_gla_shared *)sala_shared();
-    int lane = (int)threadIdx.x & 31;
-    bool branched = false;
-#pragma unroll 1
-    for (int n = lane; n < seq->rows; n += 32) m->last_child[n] = 0;
-    if (lane < 8) m->owner[lane] = -1;
-    __syncwarp();
-#pragma unroll 1
-    for (int n = lane; n < seq->rows; n += 32) {
-        int r = seq->first_row + n, depth = rows->position[r] - seq->stored, parent = -1;
-        if (depth > 0) parent = rows->path[r * SALA_MAX_PATH + depth - 1] - seq->first_row;
-        if (depth > 0) atomicMax(&m->last_child[parent], n);
-        m->parent[n] = parent;
-        branched |= parent != n - 1;
-    }
-    branched = __any_sync(0xFFFFFFFFu, branched);
-    m->branched = branched;
-    m->next = 0;
-    m->back = -1;
-}
-
-// The slot that holds a node's state (node -1: that is free), or -1.
-SALA_DEVICE int sala_gla_slot_of(const sala_gla_shared *m, int slots, int node) {
-    int slot = slots - 1;
-#pragma unroll 1
-    while (slot >= 0 && m->owner[slot] != node) slot--;
-    return slot;
-}
-
-// The next item of a tree, by one thread. A node whose parent is not the node before it begins at
-// its parent's state if that is saved, else at its nearest saved ancestor's or at the pool, and the
-// ancestors in between come once more. A slot is free after the last child of its node.
-SALA_DEVICE void sala_gla_next(sala_gla_shared *m, int slots, sala_gla_item *item) {
-    int n = m->next, node = n, from = SALA_GLA_HERE, save = -1, back = m->back, output;
-    if (back < 0) {
-        int parent = m->parent[n], up = parent;
-        back = 0;
-        if (parent != n - 1) {
-            from = SALA_GLA_POOL;
-#pragma unroll 1
-            for (; up >= 0 && (from = sala_gla_slot_of(m, slots, up)) < 0; back++)
-                up = m->parent[up];
-            if (from >= 0 && back == 0 && m->last_child[parent] == n) m->owner[from] = -1;
-        }
-    }
-    output = back == 0;
-#pragma unroll 1
-    for (int up = back; up > 0; up--) node = m->parent[node];
-    if (output) { // a node other than the next one grows from it: keep it if a slot is free
-        if (m->last_child[n] > n + 1) save = sala_gla_slot_of(m, slots, -1);
-        if (save >= 0) m->owner[save] = n;
-        m->next = n + 1;
-    }
-    m->back = back - 1;
-    item->node = node;
-    item->from = from;
-    item->save = save;
-    item->output = output;
-}
-
-// The next batch of a tree, by one thread.
-static __device__ __noinline__ void sala_gla_items(int nodes, int slots) {
-    sala_gla_shared *m = (sala_gla_shared *)sala_shared();
-    int i = 0;
-#pragma unroll 1
-    for (; i < SALA_GLA_BATCH && m->next < nodes; i++) sala_gla_next(m, slots, &m->item[i]);
-    m->count = i;
-}
-
-// The next batch. Chains need no search.
-SALA_DEVICE void sala_gla_schedule(sala_gla_place *at, int slots) {
-    sala_gla_shared *m = at->shared;
-    int t = (int)threadIdx.x, left = at->rows - at->done;
-    at->count = left < SALA_GLA_BATCH ? left : SALA_GLA_BATCH;
-    __syncthreads(); // the items of the last batch are read
-    if (!at->branched && t < at->count) {
-        sala_gla_item item = {at->done + t, SALA_GLA_HERE, -1, 1};
-        m->item[t] = item;
-    }
-    at->done += at->count;
-    if (at->branched && t == 0) sala_gla_items(at->rows, slots);
-    __syncthreads();
-    if (!at->branched) return;
-    at->done = m->next;
-    at->count = m->count;
-}
-
-// q, k as projected, v and the turns of the items into shared memory: a row is copied by one warp.
+// q, k as projected, v and the turns of the rows into shared memory: a row is copied by one warp.
 SALA_DEVICE void sala_gla_fetch(const sala_gla_args *a, const sala_gla_place *at) {
     sala_gla_shared *m = at->shared;
-    int lane = (int)threadIdx.x & 31, part = (lane & 15) * 8;
+    int t = (int)threadIdx.x, lane = t & 31, part = (lane & 15) * 8;
     bool is_q = lane & 16;
+    if (a->tree_slots && t < at->count) m->fork[t] = a->forks[at->first_row + t];
 #pragma unroll 1
-    for (int i = (int)threadIdx.x >> 5; i < at->count; i += 4) {
-        int64_t r = at->first_row + m->item[i].node;
+    for (int i = t >> 5; i < at->count; i += 4) {
+        int64_t r = at->first_row + i;
         int64_t q = (r * MODEL.lin_heads + at->head) * 128 + part;
         int64_t k = (r * MODEL.lin_kv_heads + at->kv_head) * 128;
-        sala_copy16(&m->k[is_q * SALA_GLA_BATCH + i][part], is_q ? a->q + q : a->raw_k + k + part);
+        sala_copy16(is_q ? &m->q[i][part] : &m->k[i][part], is_q ? a->q + q : a->raw_k + k + part);
         if (a->cos_sin) sala_copy16(&m->turn[i][lane * 4], a->cos_sin + r * 128 + lane * 4);
         if (lane < 2) sala_copy16(&m->v[i][part], a->v + k + at->column + part);
     }
@@ -1470,22 +1370,35 @@ SALA_DEVICE void sala_gla_fetch(const sala_gla_args *a, const sala_gla_place *at
     __syncthreads();
 }
 
-// Norm and rotate q and k of the items: even warps take k, odd warps q. The first block of a K/V
-// head keeps its k.
+// Norm and rotate q and k of the rows: even warps take k, odd warps q, two at a time, whose sums then
+// wait for each other. The first block of a K/V head keeps its k.
 SALA_DEVICE void sala_gla_heads(const sala_gla_args *a, const sala_gla_place *at, bool normed,
                                 uint2 weight) {
     sala_gla_shared *m = at->shared;
     bool is_q = threadIdx.x >> 5 & 1;
     bool keep = !is_q && at->column == 0 && at->head % (MODEL.lin_heads / MODEL.lin_kv_heads) == 0;
+    sala_act(*heads)[128] = is_q ? m->q : m->k;
 #pragma unroll 1
-    for (int i = (int)threadIdx.x >> 6; i < at->count; i += 2) {
-        sala_act *head = m->k[is_q * SALA_GLA_BATCH + i];
-        uint2 x = sala_head_load(head);
-        if (normed) x = sala_head_norm(x, sala_head_squares(x), MODEL.eps, weight);
-        if (a->cos_sin) x = sala_head_rope(x, *(const float4 *)&m->turn[i][4 * (threadIdx.x & 31)]);
-        sala_head_store(head, x);
-        int64_t r = at->first_row + m->item[i].node;
-        if (keep) sala_head_store(a->k + (r * MODEL.lin_kv_heads + at->kv_head) * 128, x);
+    for (int i = (int)threadIdx.x >> 6; i < at->count; i += 4) {
+        uint2 x[2];
+        int next = min(i + 2, SALA_MAX_PATH - 1); // may be one that is not there
+        x[0] = sala_head_load(heads[i]);
+        x[1] = sala_head_load(heads[next]);
+        if (normed) {
+            float squares[2] = {sala_head_squares(x[0]), sala_head_squares(x[1])};
+            x[0] = sala_head_norm(x[0], squares[0], MODEL.eps, weight);
+            x[1] = sala_head_norm(x[1], squares[1], MODEL.eps, weight);
+        }
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            int row = i + 2 * j;
+            if (row >= at->count) break;
+            if (a->cos_sin)
+                x[j] = sala_head_rope(x[j], *(const float4 *)&m->turn[row][4 * (threadIdx.x & 31)]);
+            sala_head_store(heads[row], x[j]);
+            int64_t r = at->first_row + row;
+            if (keep) sala_head_store(a->k + (r * MODEL.lin_kv_heads + at->kv_head) * 128, x[j]);
+        }
     }
     __syncthreads();
 }
@@ -1494,42 +1407,39 @@ SALA_DEVICE float4 *sala_gla_saved(const sala_gla_place *at, int slot) { // this
     return (float4 *)(at->shared + 1) + slot * 512 + threadIdx.x;
 }
 
-// s becomes the state that an item grows from.
-SALA_DEVICE void sala_gla_return(const sala_gla_place *at, int from, float4 s[4]) {
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-        s[j] = from < 0 ? *(const float4 *)(at->state + j * SALA_GLA_COLUMNS)
-                        : sala_gla_saved(at, from)[j * 128];
-}
-
-// Advance the state by the items, or by the pending path.
-SALA_DEVICE void sala_gla_advance(const sala_gla_place *at, bool replay, float4 s[4]) {
-    sala_gla_item item = {0, SALA_GLA_HERE, -1, 0};
+// Advance the state by the rows. Their products with q are summed up a row later, so that neither
+// waits for the other.
+SALA_DEVICE void sala_gla_advance(const sala_gla_place *at, bool branched, float4 s[4]) {
+    float4 before = make_float4(0, 0, 0, 0);
 #pragma unroll 1
     for (int i = 0; i < at->count; i++) {
-        if (!replay) item = at->shared->item[i];
-        if (item.from != SALA_GLA_HERE) sala_gla_return(at, item.from, s);
-        sala_gla_step(at, i, s);
-        if (item.output) sala_gla_output(at, i, s);
-        if (item.save < 0) continue;
+        int fork = branched ? at->shared->fork[i] : 0, save = fork >> 4;
+        if (fork & 15)
 #pragma unroll
-        for (int j = 0; j < 4; j++) sala_gla_saved(at, item.save)[j * 128] = s[j];
+            for (int j = 0; j < 4; j++) s[j] = sala_gla_saved(at, (fork & 15) - 1)[j * 128];
+        sala_gla_step(at, i, s);
+        float4 x = sala_gla_dot(at, i, s);
+        sala_gla_sum(at, max(i - 1, 0), before); // the first is written twice
+        before = x;
+        if (save)
+#pragma unroll
+            for (int j = 0; j < 4; j++) sala_gla_saved(at, save - 1)[j * 128] = s[j];
     }
+    sala_gla_sum(at, at->count - 1, before);
     __syncthreads();
 }
 
-// o of the items from the sums of the warps.
+// o of the rows from the sums of the warps.
 SALA_DEVICE void sala_gla_write(const sala_gla_args *a, const sala_gla_place *at) {
-    const sala_gla_shared *m = at->shared;
     int i = (int)threadIdx.x >> 3, pair = ((int)threadIdx.x & 7) * 2;
-    if (i >= at->count || !m->item[i].output) return;
+    if (i >= at->count) return;
     float low = 0, high = 0;
 #pragma unroll
     for (int w = 0; w < 4; w++) {
-        low += m->o[i][w][pair];
-        high += m->o[i][w][pair + 1];
+        low += at->shared->o[i][w][pair];
+        high += at->shared->o[i][w][pair + 1];
     }
-    int64_t row = at->first_row + m->item[i].node;
+    int64_t row = at->first_row + i;
     sala_act *o = a->o + (row * MODEL.lin_heads + at->head) * 128 + at->column + pair;
     *(uint32_t *)o = sala_pair(MODEL.lin_scale * low, MODEL.lin_scale * high);
 }
@@ -1538,12 +1448,10 @@ SALA_DEVICE sala_gla_place sala_gla_here(const sala_gla_args *a, const sala_seq 
     sala_gla_place at;
     at.first_row = seq->first_row;
     at.rows = a->o ? seq->rows : 0;
-    at.done = 0;
     at.count = seq->pending;
     at.head = (int)blockIdx.x / SALA_GLA_SLICES;
     at.kv_head = at.head / (MODEL.lin_heads / MODEL.lin_kv_heads);
     at.column = (int)blockIdx.x % SALA_GLA_SLICES * SALA_GLA_COLUMNS;
-    at.branched = false;
     at.decay = a->decay[at.head];
     at.state = a->state + ((int64_t)seq->slot * MODEL.lin_heads + at.head) * 128 * 128 +
                sala_state_place(sala_gla_key(), at.column + sala_gla_column());
@@ -1551,24 +1459,26 @@ SALA_DEVICE sala_gla_place sala_gla_here(const sala_gla_args *a, const sala_seq 
     return at;
 }
 
-// State and pending path under way, a tree planned.
+// The state with the pending path folded in, which is stored too.
 SALA_DEVICE sala_gla_place sala_gla_begin(const sala_gla_args *a, const sala_seq *seq,
                                           float4 s[4]) {
     sala_gla_place at = sala_gla_here(a, seq);
-    sala_gla_return(&at, SALA_GLA_POOL, s);
+#pragma unroll
+    for (int j = 0; j < 4; j++) s[j] = *(const float4 *)(at.state + j * SALA_GLA_COLUMNS);
     sala_gla_pending(a, &at, seq->slot);
     sala_copy_commit();
-    if (at.rows > 1 && threadIdx.x < 32) sala_gla_plan(a->rows, seq);
     SALA_COPY_WAIT(0);
     __syncthreads();
-    if (at.rows > 1) at.branched = at.shared->branched;
+#pragma unroll 1
+    for (int i = 0; i < at.count; i++) sala_gla_step(&at, i, s);
+    if (at.count) sala_gla_store(&at, s);
     return at;
 }
 
-// Lightning attention over trees. Blocks: (8 slices of each head, sequences). The state is read
-// once; the pending path is replayed and that state stored; then every node advances its parent's
-// state once, in row order: a chain stays in registers, branches are saved in shared memory. Moves
-// 128 KiB of state a head (half of it when nothing is pending). Twin: sala__op_gla_verify.
+// Lightning attention over trees, whose rows come depth first. Blocks: (8 slices of each head,
+// sequences). The state is read once; the pending path is replayed and that state stored; then every
+// node advances its parent's state once: chains stay in registers, branches wait in shared memory.
+// Moves 128 KiB of state a head (half of it when nothing is pending). Twin: sala__op_gla_verify.
 extern "C" __global__ void __launch_bounds__(128, 4)
     sala_gla_verify(const __grid_constant__ sala_gla_args a) {
     sala_launch_next();
@@ -1582,16 +1492,15 @@ extern "C" __global__ void __launch_bounds__(128, 4)
         return;
     }
     sala_gla_place at = sala_gla_begin(&a, &a.rows->seqs[blockIdx.y], s);
-    for (bool replay = true;; replay = false) {
-        sala_gla_advance(&at, replay, s);
-        if (!replay) sala_gla_write(&a, &at);
-        if (replay && at.count) sala_gla_store(&at, s);
-        if (replay && at.rows == 0) sala_wait_grid();
-        if (at.done == at.rows) return;
-        sala_gla_schedule(&at, a.tree_slots);
-        if (replay) sala_wait_grid();
+    sala_wait_grid();
+#pragma unroll 1
+    for (; at.rows > 0; at.rows -= at.count, at.first_row += at.count) {
+        at.count = min(at.rows, SALA_MAX_PATH);
+        __syncthreads(); // what is there has been read
         sala_gla_fetch(&a, &at);
         sala_gla_heads(&a, &at, norm, weight);
+        sala_gla_advance(&at, a.tree_slots, s);
+        sala_gla_write(&a, &at);
     }
 }
 

@@ -8379,7 +8379,7 @@ static sala__cu_memory sala__on_gpu(const void *pointer) {
     return (sala__cu_memory)(uintptr_t)pointer;
 }
 
-#define SALA__GLA_SHARED 12976    // without saved states; sizeof(sala_gla_shared) in sala.cu
+#define SALA__GLA_SHARED 21056    // without saved states; sizeof(sala_gla_shared) in sala.cu
 #define SALA__GLA_SAVED (8 << 10) // one saved state of a block
 
 static void sala__launch_embed(sala__gpu *g, const sala_embed_args *a) {
@@ -8404,7 +8404,7 @@ static void sala__launch_gate(sala__gpu *g, const sala_gate_args *a) {
 // A block takes 16 columns of one head of one sequence.
 static void sala__launch_gla_verify(sala__gpu *g, const sala_gla_args *a) {
     sala_gla_args with = *a;
-    with.tree_slots = g->tree_slots < 8 ? g->tree_slots : 8; // owners are eight bytes of a word
+    with.tree_slots = g->tree_slots;
     sala__launch(g, SALA__KERNEL_gla_verify, g->dims->lin_heads * (g->dims->lin_dim / 16), g->seqs,
                  1, SALA__GLA_SHARED + with.tree_slots * SALA__GLA_SAVED, &with);
 }
@@ -9204,8 +9204,12 @@ typedef struct sala__spec {
     // and of each place the one before it with the same hash. 0: none.
     int32_t *chain_head, *chain_next; // [chain_mask + 1], [chain_room]
     uint32_t chain_mask;
-    int64_t chain_room, indexed;     // tokens of the sequence that are in it
-    int32_t misses;                  // chains in a row that failed
+    int64_t chain_room, indexed; // tokens of the sequence that are in it
+    int32_t misses;              // chains in a row that failed
+    // The chain that was planned last begins behind `place`; `aligned` is the place of the token that
+    // stood there where the root stands now, 0: none. Resumed chains in a row that failed: `lost`.
+    int64_t place, aligned;
+    int32_t resumed, lost;
     double right, tried;             // tokens of chains that were right, of those looked at; fading
     int32_t tree_steps, tree_sum;    // trees of a head in this window, and the tokens they gave
     int64_t step;                    // verifies of this request
@@ -9391,6 +9395,7 @@ struct sala {
     sala_rows *step_rows;                    // of the GPU: its own addresses
     sala_seq *seqs;                          // [node_rows]
     int32_t *token, *position, *seq, *paths; // [rows] x 3, [node_rows, SALA_MAX_PATH]
+    int32_t *forks;                          // [node_rows] of the GPU, see sala_gla_args
     sala_sampling *sampling;                 // [node_rows] of the GPU
     char *gpu_step;                          // the copy of it there
     int32_t *page_tables;                    // [slots, plan.blocks] there
@@ -9728,6 +9733,7 @@ static size_t sala__step_layout(sala *s, int rows) {
         {(void **)&s->seqs, nodes * sizeof(sala_seq)},
         {(void **)&s->sampling, nodes * sizeof(sala_sampling)},
         {(void **)&s->paths, nodes * SALA_MAX_PATH * 4},
+        {(void **)&s->forks, nodes * 4},
         {(void **)&s->token, each},
         {(void **)&s->position, each},
         {(void **)&s->seq, each},
@@ -10626,18 +10632,16 @@ static int sala__ngram_match(const sala__spec *c, const int32_t *tokens, int64_t
 
 // What the last chain of this request taught. A chain that can give no more than it did is no failure.
 static void sala__ngram_learn(sala__spec *c, int accepted) {
-    int offered = c->tree.count - 1;
+    int offered = c->tree.count - 1, good = accepted >= 4 || accepted == offered;
     c->right += accepted;
     c->tried += accepted < offered ? accepted + 1 : offered;
     if (c->tried > 64) c->right /= 2, c->tried /= 2;
-    if (accepted >= 4 || accepted == offered) {
-        c->misses = 0;
-    } else if (accepted < 2) {
-        c->misses++;
-        if (c->misses >= 4) c->chains_from = c->step + 32;
-    } else if (c->misses < 2) {
-        c->misses = 0;
-    }
+    c->aligned = c->place + 1 + accepted;
+    c->lost = c->resumed && accepted == 0 ? c->lost + 1 : 0;
+    if (c->lost == 3) c->aligned = c->lost = 0;
+    if (c->resumed) return;
+    if (good || (accepted >= 2 && c->misses < 2)) c->misses = 0;
+    if (accepted < 2 && !good && ++c->misses >= 4) c->chains_from = c->step + 32;
 }
 
 // Length of the chain that a match of `match` tokens deserves, in place of a tree of a head or of
@@ -11234,8 +11238,7 @@ static void sala__test_tree(const sala *s, sala__request *r, const sala__shape *
 // sequences that generate; whether it pays, from what steps took and gave so far (speculation.md 5.1).
 
 static const sala__shape sala__shapes[SALA__LEVELS] = {{0, 1, 1}, {5, 2, 11}, {7, 2, 15}};
-static const double sala__hopes[SALA__LEVELS] = {1, 2.7,
-                                                 3.0}; // tokens of a verify, before any was seen
+static const double sala__hopes[SALA__LEVELS] = {1, 2.7, 3}; // tokens of a verify, unseen
 static const int sala__cost_rows[SALA__COSTS] = {1,  2,  3,  4,  6,  8,   12,  16,
                                                  24, 32, 48, 64, 96, 128, 192, 256};
 
@@ -11328,6 +11331,7 @@ static void sala__plan_review(sala__policy *p, sala__request *r) {
     sala__spec *c = &r->spec;
     int given = (int)(r->chosen - c->before);
     if (c->source == SALA_DRAFT_NGRAM) sala__ngram_learn(c, given - 1);
+    if (c->source != SALA_DRAFT_NGRAM && c->aligned) c->aligned += given;
     if (c->source == SALA_DRAFT_EAGLE) {
         p->yield[c->level] += (given - p->yield[c->level]) / 64;
         c->tree_steps++;
@@ -11364,17 +11368,23 @@ static int sala__plan_chain(sala *s, sala__request *r, int sequences, int rows, 
     const sala__sequence *q = &s->sequences[r->slot];
     sala__spec *c = &r->spec;
     int64_t count = (int64_t)q->token_count, place = 0;
-    int room = c->deepest, level = p->shape[p->cap].nodes - 1;
-    if (!p->forced && (count < 64 || r->sampler.temperature > 1)) return 0;
+    int room = c->deepest, level = p->shape[p->cap].nodes - 1, tree = p->trees && p->level;
+    if (!p->forced && (count < 32 || r->sampler.temperature > 1)) return 0;
     int code = sala__ngram_index(s, r, err);
     if (code < 0) return code;
     if (sequences > 1 && room > (level ? level : 4)) room = level ? level : 4;
     if (room > most) room = most;
-    int length = sala__ngram_length(c, sala__ngram_match(c, q->tokens, count, &place),
-                                    p->trees && p->level, room);
+    int match = sala__ngram_match(c, q->tokens, count, &place);
+    int length = sala__ngram_length(c, match, tree, room);
+    c->resumed = length == 0 && c->aligned && !tree && c->step >= c->chains_from;
+    if (c->resumed) { // another value stood there, what surrounds it may go on as it did
+        place = c->aligned;
+        length = room;
+    }
     if (length > 0) length = sala__chain_that_pays(p, c, rows, sequences, length);
     if (length <= 0) return 0;
     sala__ngram_chain(&c->tree, q->tokens, count, place, length);
+    c->place = place;
     c->source = SALA_DRAFT_NGRAM;
     return length;
 }
@@ -11427,7 +11437,13 @@ static int sala__plan_trees(sala *s, sala__request **active, int count, int rows
     }
     if (!p->on) return 0;
     p->step++;
+    int level = p->level;
     sala__choose_level(p, count);
+    if (p->trees && level && !p->level && p->cap)
+        sala__log(&s->env, SALA_LOG_INFO,
+                  "the draft head is left alone for %d steps: its trees give %.2f tokens, and each "
+                  "takes the time of %.2f plain steps",
+                  p->retry, p->yield[level], p->yield[level] / sala__gain(p, level, count));
     // A few plain steps of each load: what drafts are measured by.
     if (!p->forced && !sala__mean_known(&p->cost[sala__cost_index(count)])) return 0;
     int used = count;
@@ -11953,6 +11969,7 @@ static sala_gla_args sala__gla_args(sala *s, const sala_rows *rows, int verify, 
     a.pending_k = s->pending_k + (size_t)index * slots * p->pending;
     a.pending_v = s->pending_v + (size_t)index * slots * p->pending;
     a.o = s->o;
+    a.forks = (const int32_t *)sala__step_at(s, s->forks);
     return a;
 }
 
@@ -12699,12 +12716,30 @@ static int sala__tree_rows(const sala_tree *t, int32_t row[SALA_MAX_NODES]) {
     return wait[0];
 }
 
+// What each row does with the states that wait (see sala_gla_args): a stack, as rows come depth first.
+static void sala__tree_forks(const sala_tree *t, const int32_t *row, int32_t *fork) {
+    int up[SALA_MAX_NODES] = {0}, last[SALA_MAX_NODES] = {0}, wait = 0;
+    for (int n = 1; n < t->count; n++) {
+        up[row[n]] = row[t->parent[n]];
+        last[up[row[n]]] = sala__max(last[up[row[n]]], row[n]);
+    }
+    for (int r = 0; r < t->count; r++) {
+        fork[r] = 0;
+        if (r > 0 && up[r] != r - 1) {
+            fork[r] = wait;
+            wait -= last[up[r]] == r;
+        }
+        if (last[r] > r + 1) fork[r] |= ++wait << 4;
+    }
+}
+
 // The rows of request i's tree, from `first` on.
 static void sala__lay_tree(sala *s, sala__request *r, int i, int first) {
     const sala_tree *t = &r->spec.tree;
     const sala__sequence *q = &s->sequences[r->slot];
     sala_seq seq = {r->slot, first, t->count, q->stored, 0, q->pending, sala__pages_of(s, q)};
     s->seqs[i] = seq;
+    sala__tree_forks(t, r->spec.row, s->forks + first);
     if (s->on_gpu) sala__send_counts(s, r);
     for (int n = 0; n < t->count; n++) {
         int row = first + r->spec.row[n], depth = t->depth[n];

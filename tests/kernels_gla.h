@@ -65,6 +65,7 @@ typedef struct gla_pass {
     int tree_slots, no_norm, no_rope, no_output;
     sala_seq seq[GLA_SEQS];
     int32_t position[GLA_ROWS], path[GLA_ROWS * SALA_MAX_PATH], of[GLA_ROWS], parent[GLA_ROWS];
+    int32_t forks[GLA_ROWS];
     uint16_t *q, *raw_k, *v, *k, *o; // [GLA_ROWS, ...]
     uint16_t *pending_k, *pending_v; // [GLA_SLOTS, ...]
     uint16_t *q_norm, *k_norm;
@@ -125,16 +126,25 @@ static void gla_pass_add(gla_pass *p, int nodes, int shape, int pending) {
     s->rows = nodes;
     s->stored = 100 + 17 * p->seqs;
     s->pending = pending;
+    sala_tree t;
+    int32_t row[SALA_MAX_NODES];
+    t.count = nodes;
     for (int n = 0; n < nodes; n++) {
-        int r = p->rows + n, up = n - 1, depth = 0;
+        int up = n - 1;
         if (shape == 1) up = 0;
         if (shape == 2) up = (n - 1) / 2;
         if (shape == 3 && n) up = gla_below(n);
         if (shape == 4) up = n > 2 ? n - 2 : 0;
-        while (n && p->position[s->first_row + up] - s->stored >= deepest)
-            up = p->parent[s->first_row + up] - s->first_row;
-        p->parent[r] = n ? s->first_row + up : -1;
-        if (n) depth = p->position[p->parent[r]] - s->stored + 1;
+        while (n && t.depth[up] >= deepest) up = t.parent[up];
+        t.parent[n] = n ? up : -1;
+        t.depth[n] = n ? t.depth[up] + 1 : 0;
+    }
+    int wait = sala__tree_rows(&t, row);
+    if (wait > p->tree_slots) p->tree_slots = wait;
+    sala__tree_forks(&t, row, p->forks + p->rows);
+    for (int n = 0; n < nodes; n++) {
+        int r = p->rows + row[n], depth = t.depth[n];
+        p->parent[r] = n ? s->first_row + row[t.parent[n]] : -1;
         p->position[r] = s->stored + depth;
         p->of[r] = p->seqs;
         for (int k = 0; k < SALA_MAX_PATH; k++) p->path[r * SALA_MAX_PATH + k] = -1;
@@ -224,6 +234,7 @@ static void gla_device(gla_pass *p) {
     a.pending_k = (const sala_act *)gla_put(p->pending_k, pool);
     a.pending_v = (const sala_act *)gla_put(p->pending_v, pool);
     a.o = p->no_output ? NULL : (sala_act *)gla_put(p->o, GLA_ROWS * qw);
+    a.forks = (const int32_t *)gla_put(p->forks, sizeof p->forks);
     gpu->rows = p->bucket_rows;
     gpu->seqs = p->bucket_seqs;
     gpu->tree_slots = p->tree_slots;
@@ -387,9 +398,8 @@ static int gla_is_leaf(const gla_pass *p, int row) {
     return 1;
 }
 
-// Any tree gives every node the bits of its own path alone, however few states can be saved.
+// Any tree gives every node the bits of its own path alone, however many states can be saved.
 static void test_gla_verify_trees(void) {
-    static const int slots[4] = {0, 1, 3, 8};
     sala_dims m = gla_dims(2, 1, 128);
     gla_open(&m);
     for (int round = 0; round < 10; round++) {
@@ -397,15 +407,16 @@ static void test_gla_verify_trees(void) {
         gla_pass_add(p,
                      round == 0  ? 16
                      : round < 5 ? 10 + 3 * round
-                                 : 1 + gla_below(40),
+                                 : 1 + gla_below(SALA_MAX_NODES),
                      round % 5, round % 2 ? gla_below(SALA_MAX_PATH + 1) : 0);
         gla_result before = gla_copy(p), first = before;
-        for (int i = 0; i < 4; i++) {
+        for (int more = 0; more < 2; more++) {
             gla_restore(p, &before);
-            p->tree_slots = slots[i];
+            p->tree_slots += 2 * more;
             gla_device(p);
-            if (i == 0) first = gla_copy(p);
-            CHECK(gla_same(p, &first), "round %d: %d nodes, %d slots", round, p->rows, slots[i]);
+            if (!more) first = gla_copy(p);
+            CHECK(gla_same(p, &first), "round %d: %d nodes, %d slots", round, p->rows,
+                  p->tree_slots);
         }
         gla_restore(p, &before);
         for (int r = 0, left = 3; r < p->rows && left; r++)
@@ -429,7 +440,6 @@ static void test_gla_verify_together(void) {
     for (int i = 0; i < 3; i++) gla_pass_add(p, nodes[i], shapes[i], pending[i]);
     p->bucket_rows = p->rows + 4;
     p->bucket_seqs = GLA_SEQS;
-    p->tree_slots = 2;
     gla_result before = gla_copy(p), together;
     gla_device(p);
     together = gla_copy(p);
@@ -437,9 +447,10 @@ static void test_gla_verify_together(void) {
     sala_seq all[3];
     memcpy(all, p->seq, sizeof all);
     p->bucket_seqs = p->seqs = 1;
+    int slots = p->tree_slots;
     for (int i = 0; i < 3; i++) { // each by itself, where it was: what is written adds up
         p->seq[0] = all[2 - i];
-        p->tree_slots = 4 * i;
+        p->tree_slots = all[2 - i].rows == 1 ? 0 : slots; // the same bits when there are none
         gla_device(p);
     }
     CHECK(gla_same(p, &together), "three sequences together and alone");

@@ -9,7 +9,7 @@ enum {                 // what a planted tree is like
     PLANT_ADVERSARIAL, // the right token is the last of its siblings
     PLANT_WRONG,       // no token is right
     PLANT_MIXED,       // each time one of the above, or the root alone
-    PLANT_CHAIN        // the longest chain, all right
+    PLANT_CHAIN        // the longest chain, mostly all right
 };
 
 static struct {
@@ -64,7 +64,9 @@ HELPER void plant_tree(sala *s, sala__request *r, int mode, int most) {
                 : mode == PLANT_ADVERSARIAL ? 2
                                             : below(4));
     for (int n = 0; n < count; n++) t->token[n] = n ? -1 : root;
-    int end = mode == PLANT_CHAIN ? count - 1 : mode == PLANT_WRONG ? 0 : plant_end(t, mode);
+    int end = mode == PLANT_CHAIN   ? below(4) ? count - 1 : below(count)
+                : mode == PLANT_WRONG ? 0
+                                    : plant_end(t, mode);
     for (; end > 0; end = t->parent[end]) right[end] = 1;
     for (int n = 1; n < count; n++) {
         int64_t at = r->chosen - 1 + t->depth[n];

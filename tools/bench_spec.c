@@ -93,6 +93,12 @@ static int spec_steps(spec_bench *x, spec_prompt *p, int n, spec_run *r, int64_t
     }
 }
 
+// --fill: every run finds the same random cache, its sequences the same pages.
+static int spec_fill(sala *s, sala_error *err) {
+    for (int64_t i = 0; i < s->plan.pages; i++) s->free_pages[i] = (int32_t)(s->plan.pages - 1 - i);
+    return bench_fill_cache(s, err);
+}
+
 // `n` prompts at once. A plain run without a truth sets it, every other one must give the same.
 static int spec_requests(spec_bench *x, spec_prompt *p, int n, spec_run *r, int skip) {
     bench *b = x->b;
@@ -113,7 +119,7 @@ static int spec_requests(spec_bench *x, spec_prompt *p, int n, spec_run *r, int 
         if (id < 0) return cli_fail(CLI_FAILED, "%s", err.text);
         if (!i) first = id;
     }
-    if (b->fill && bench_skip_prompt(b->engine, &err) < 0)
+    if (b->fill && (spec_fill(b->engine, &err) < 0 || bench_skip_prompt(b->engine, &err) < 0))
         return cli_fail(CLI_FAILED, "%s", err.text);
     code = spec_steps(x, p, n, r, first, skip);
     for (int i = 0; i < n && code == CLI_OK; i++) {
@@ -291,10 +297,7 @@ static void spec_verdicts(spec_bench *x) {
         for (int i = 0; i < x->run_count; i++)
             for (int k = 0; k < 3; k++)
                 if (strcmp(r[i].spec, "ngram") == 0 && strcmp(r[i].class, repeating[k]) == 0)
-                    spec_want(
-                        x, r[i].class,
-                        cli_rate((double)r[i].sum.verify_tokens[1], (double)r[i].sum.verifies[1]),
-                        4, 0);
+                    spec_want(x, r[i].class, cli_tau(&r[i].sum), 4, 0);
         return;
     }
     if (!x->b->engine->on_gpu) return;

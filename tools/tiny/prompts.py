@@ -37,8 +37,10 @@ def code(r):  # cut after two thirds of its lines
             return text
 
 
-def copy(r):  # lists: a longer text sala-tiny does not repeat, it tells another
-    return chat(f"Repeat this list: {', '.join(gen.names(r, 8) + r.sample(gen.WORDS, 8))}.")
+def copy(r):  # what sala-tiny was taught to repeat: a sentence, a list; of a longer text it tells another
+    if r.random() < 0.5:
+        return chat(f"Repeat this list: {', '.join(str(r.randint(0, 99)) for _ in range(10))}.")
+    return chat("Repeat this text:\n" + max(gen.story(r)[0], key=len))
 
 
 def retrieval(r):
