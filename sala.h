@@ -1441,6 +1441,7 @@ typedef struct sala__scheme {
     int32_t group;       // GPTQ: k that share a scale, -1: all
     int32_t zero_offset; // GPTQ: zero points are stored less this
     int32_t symmetric;   // GPTQ: all zero points are 8
+    int32_t ordered;     // GPTQ: groups may be in the order of activations: X.g_idx must be there
 } sala__scheme;
 
 typedef struct sala__config {
@@ -1510,6 +1511,9 @@ static void sala__scheme_gptq(sala__fields *f, sala__scheme *s) {
     const char *version = sala__json_text(f->json, sala__field(f, "checkpoint_format"));
     s->zero_offset = !version || strcmp(version, "gptq") == 0;
     s->group = sala__field_int_or_null(f, "group_size", 0, -1, 1 << 20);
+    if (s->group == 0 && !sala__field_null(f, "group_size"))
+        sala__field_refuse(f, "group_size", "the size of a group, or -1 for one group");
+    s->ordered = sala__field_bool(f, "desc_act", 0);
     s->symmetric = sala__field_bool(f, "sym", 0);
 }
 
@@ -2453,7 +2457,7 @@ static int32_t sala__gptq_zero(const sala__scheme *scheme, const sala__gptq *t, 
 
 // X.g_idx says in which group each k is: groups must follow one another.
 static int sala__gptq_order(sala__binder *b, const sala__source *s, const sala__gptq *t) {
-    if (!sala__source_find(b->ck, s->base, "g_idx")) return 0;
+    if (!b->c->scheme.ordered && !sala__source_find(b->ck, s->base, "g_idx")) return 0;
     const sala__tensor *order = sala__companion(b, s, "g_idx", "I32", s->item->k, -1);
     if (!order) return SALA_E_MODEL;
     for (int32_t i = 0; i < s->item->k; i++)

@@ -975,6 +975,7 @@ static void wrong_configs(void) {
         {QUANT("4"), "quant_method is 4", NULL},
         {QUANT("\"gptq\",\"bits\":8"), "quantization_config.bits is 8; expected 4", NULL},
         {QUANT("\"gptq\",\"group_size\":\"x\""), "group_size is \"x\"", NULL},
+        {QUANT("\"gptq\",\"group_size\":0"), "group_size is 0; expected the size of a group", NULL},
         {QUANT("\"gptq\",\"sym\":1"), "sym is 1; expected true or false", NULL},
         {QUANT("\"gptq\",\"checkpoint_format\":\"marlin\""), "checkpoint_format is \"marlin\"",
          "gptq_v2"},
@@ -1082,15 +1083,15 @@ static void good_configs(void) { // spellings that are accepted, and what they g
         const char *members;
         sala__scheme scheme;
     } schemes[] = {
-        {"\"compression_config\":null", {0, 0, 0, 0}},
-        {QUANT("\"gptq\",\"bits\":4,\"group_size\":128,\"sym\":true"), {SALA__GPTQ, 128, 1, 1}},
-        {QUANT("\"gptq\",\"group_size\":-1,\"checkpoint_format\":\"gptq_v2\""),
-         {SALA__GPTQ, -1, 0, 0}},
-        {"\"quantization_config\":{\"bits\":4}", {SALA__GPTQ, 0, 1, 0}},
-        {GROUP("\"num_bits\":4,\"type\":\"float\""), {SALA__COMPRESSED, 0, 0, 0}},
-        {"\"compression_config\":{\"config_groups\":{}}", {SALA__COMPRESSED, 0, 0, 0}},
-        {QUANT("\"modelopt\",\"quant_algo\":\"NVFP4\""), {SALA__MODELOPT, 0, 0, 0}},
-        {"\"quantization_config\":{\"quant_algo\":\"W4A16_NVFP4\"}", {SALA__MODELOPT, 0, 0, 0}},
+        {"\"compression_config\":null", {0, 0, 0, 0, 0}},
+        {QUANT("\"gptq\",\"bits\":4,\"group_size\":128,\"sym\":true"), {SALA__GPTQ, 128, 1, 1, 0}},
+        {QUANT("\"gptq\",\"group_size\":-1,\"checkpoint_format\":\"gptq_v2\",\"desc_act\":true"),
+         {SALA__GPTQ, -1, 0, 0, 1}},
+        {"\"quantization_config\":{\"bits\":4}", {SALA__GPTQ, 0, 1, 0, 0}},
+        {GROUP("\"num_bits\":4,\"type\":\"float\""), {SALA__COMPRESSED, 0, 0, 0, 0}},
+        {"\"compression_config\":{\"config_groups\":{}}", {SALA__COMPRESSED, 0, 0, 0, 0}},
+        {QUANT("\"modelopt\",\"quant_algo\":\"NVFP4\""), {SALA__MODELOPT, 0, 0, 0, 0}},
+        {"\"quantization_config\":{\"quant_algo\":\"W4A16_NVFP4\"}", {SALA__MODELOPT, 0, 0, 0, 0}},
     };
     for (size_t i = 0; i < sizeof schemes / sizeof schemes[0]; i++) {
         int code = config_try(schemes[i].members, &c, &err);

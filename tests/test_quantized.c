@@ -555,6 +555,8 @@ static void schemes(void) {
          "no quantization_config says in which checkpoint_format its zero points are"},
         {G, "quantize_config.json", "{\"bits\":4,\"group_size\":32}", NULL},
         {G, "quantize_config.json", "{\"bits\":4}", NULL},
+        {G, "quantize_config.json", "{\"bits\":4,\"desc_act\":true}",
+         ".g_idx is missing beside its other tensors"},
         {G, "quantize_config.json", "{\"bits\":8}", "quantize_config.json: bits is 8; expected 4"},
         {G, "quantize_config.json", "{\"bits\":4,\"group_size\":64}", "has 2 groups for 64 inputs"},
         {G, "quantize_config.json", "[]", "no object"},
