@@ -1101,6 +1101,7 @@ typedef struct sala_sample_args {
     X(select_score, sala_select_args, 256, 0)                                                      \
     X(select_top, sala_select_args, 1024, 0)                                                       \
     X(attend, sala_attend_args, 128, 0)                                                            \
+    X(attend_trees, sala_attend_args, 128, 0)                                                      \
     X(attend_combine, sala_attend_args, 256, 0)                                                    \
     X(sample, sala_sample_args, 1024, 0)                                                           \
     X(accept, sala_accept_args, 32, 0)                                                             \

@@ -2312,22 +2312,198 @@ SALA_DEVICE void sala_attend_part(const sala_attend_args *a, const sala_view *v,
     __syncthreads();
 }
 
+// Nodes of a tree see nearly the same blocks. Four rows of a sequence that follow each other are a
+// group: a part of which all of them have the same blocks, whole and in pages, is done by the block of
+// the first, and lies in shared memory once.
+#define SALA_ATTEND_GROUP 4
+static_assert(SALA_ATTEND_PART == 2, "a part is a pair of blocks");
+
+typedef struct sala_attend_group {
+    int first, rows; // of the pass
+    int2 pair;       // blocks of the part
+} sala_attend_group;
+
+SALA_DEVICE sala_attend_group sala_attend_group_of(const sala_rows *rows, int row) {
+    const sala_seq *seq = &rows->seqs[rows->seq[row]];
+    int before = (row - seq->first_row) / SALA_ATTEND_GROUP * SALA_ATTEND_GROUP;
+    sala_attend_group g = {seq->first_row + before, min(seq->rows - before, SALA_ATTEND_GROUP)};
+    return g;
+}
+
+// Do the rows of the group have this part in common?
+SALA_DEVICE bool sala_attend_common(const sala_attend_args *a, const sala_view *v, int part,
+                                    sala_attend_group *g) {
+    int lane = (int)threadIdx.x & 31, row = g->first + min(lane, g->rows - 1);
+    int64_t list = (int64_t)row * MODEL.kv_heads + v->head;
+    int count = a->count[list], entries = sala_attend_entries(count, a->rows->position[row]);
+    g->pair = make_int2(2 * part, 2 * part + 1);
+    if (count > 2 * part + 1) {
+        const int32_t *from = a->blocks + list * MODEL.top_k + 2 * part;
+        g->pair = make_int2(from[0], from[1]);
+    }
+    int x = __shfl_sync(0xFFFFFFFFu, g->pair.x, 0), y = __shfl_sync(0xFFFFFFFFu, g->pair.y, 0);
+    bool same = g->pair.x == x && g->pair.y == y && 2 * part + 1 < entries;
+    return __all_sync(0xFFFFFFFFu, same && (y + 1) * 64 <= v->stored);
+}
+
+// 32 tokens of keys or values by a warp, in the background.
+SALA_DEVICE void sala_attend_copy(sala_act *to, const sala_act *from) {
+    int lane = (int)threadIdx.x & 31;
+#pragma unroll 1
+    for (int i = lane >> 4; i < SALA_ATTEND_WARP; i += 2)
+        sala_copy16(to + sala_vector_at(i, lane & 15), from + i * 128 + (lane & 15) * 8);
+}
+
+// s = scores of one row with all 128 tokens of the part; q are its queries, as sala_ldmatrix4 gives them.
+SALA_DEVICE void sala_attend_scores(float s[16][4], const uint32_t q[8][4],
+                                    const sala_attend_shared *shared) {
+    int lane = (int)threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < 16; i++) s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0;
+#pragma unroll
+    for (int i = 0; i < 16; i += 2) {
+        const sala_act *k = shared->warp[i / 4].kv[0] + i % 4 * 8 * 128;
+#pragma unroll
+        for (int step = 0; step < 8; step++) {
+            uint32_t b[4];
+            sala_ldmatrix4(b, k + (sala_vector_at(lane & 15, lane >> 4) ^ (step * 16)));
+            uint32_t low[2] = {b[0], b[2]}, high[2] = {b[1], b[3]};
+            sala_mma(s[i], q[step], low);
+            sala_mma(s[i + 1], q[step], high);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 64; i++) s[i / 4][i % 4] *= SALA_SCORE_SCALE;
+}
+
+// Scores to exp2(score - maximum), in pairs of BF16; the maximum and the sum to memory. The sum is that
+// of four warps: each 32 tokens by themselves, then added up.
+SALA_DEVICE void sala_attend_weights(const sala_attend_args *a, int64_t heads, float s[16][4],
+                                     uint32_t p[16][2]) {
+    int lane = (int)threadIdx.x & 31, h = lane >> 2;
+#pragma unroll
+    for (int half = 0; half < 2; half++) { // heads h and h + 8
+        float max = -SALA_INFINITY, total = 0;
+#pragma unroll
+        for (int i = 0; i < 16; i++) max = fmaxf(max, fmaxf(s[i][2 * half], s[i][2 * half + 1]));
+        max = sala_quad_max(max);
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+            float sum = 0;
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                float *x = &s[4 * w + i / 2][2 * half + i % 2];
+                *x = exp2f(*x - max);
+                sum += *x;
+            }
+            total += sala_quad_sum(sum);
+        }
+#pragma unroll
+        for (int i = 0; i < 16; i++) p[i][half] = sala_pair(s[i][2 * half], s[i][2 * half + 1]);
+        if ((lane & 3) == 0 && h + 8 * half < SALA_GROUP)
+            *(float2 *)(a->part_max_sum + 2 * (heads + h + 8 * half)) = make_float2(max, total);
+    }
+}
+
+// p v over the part, 16 dims at a time: again 32 tokens by themselves, then added up.
+SALA_DEVICE void sala_attend_sum(const sala_attend_args *a, int64_t heads, const uint32_t p[16][2],
+                                 const sala_attend_shared *shared) {
+    int lane = (int)threadIdx.x & 31, h = lane >> 2;
+#pragma unroll 1
+    for (int n = 0; n < 16; n += 2) {
+        float sum[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+            float o[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+#pragma unroll
+            for (int step = 0; step < 2; step++) {
+                const uint32_t(*x)[2] = p + 4 * w + 2 * step;
+                uint32_t weights[4] = {x[0][0], x[0][1], x[1][0], x[1][1]}, v[4];
+                int at = sala_vector_at(16 * step + (lane & 15), lane >> 4) ^ (n * 8);
+                sala_ldmatrix4_trans(v, shared->warp[w].kv[1] + at);
+                sala_mma(o[0], weights, v);
+                sala_mma(o[1], weights, v + 2);
+            }
+#pragma unroll
+            for (int i = 0; i < 8; i++) sum[i / 4][i % 4] += o[i / 4][i % 4];
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (h + i / 2 * 8 < SALA_GROUP)
+                *(float2 *)(a->part_o + (heads + h + i / 2 * 8) * 128 + (n + i % 2) * 8 +
+                            2 * (lane & 3)) =
+                    make_float2(sum[i % 2][i / 2 * 2], sum[i % 2][i / 2 * 2 + 1]);
+    }
+}
+
+// A part for all rows of a group, a warp each: the numbers that sala_attend_part makes of each row.
+SALA_DEVICE void sala_attend_shared_part(const sala_attend_args *a, const sala_view *v, int part,
+                                         const sala_attend_group *g, sala_attend_shared *shared) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5, row = g->first + warp;
+    int page = v->pages[warp < 2 ? g->pair.x : g->pair.y];
+    int64_t at = (((int64_t)page * MODEL.kv_heads + v->head) * 64 + warp % 2 * 32) * 128;
+    int64_t heads = ((int64_t)row * a->parts + part) * MODEL.heads + v->head * SALA_GROUP;
+    const sala_act *q = a->q + ((int64_t)row * MODEL.heads + v->head * SALA_GROUP) * 128;
+    sala_act(*kv)[SALA_ATTEND_WARP * 128] = shared->warp[warp].kv;
+    uint32_t queries[8][4], p[16][2];
+    float s[16][4];
+    sala_attend_copy(kv[0], a->pages.k + at);
+#pragma unroll 1
+    for (int i = lane; i < 256; i += 32) // they wait where values will lie
+        sala_copy16_or_zero(kv[1] + sala_vector_at(i >> 4, i & 15), q + i * 8,
+                            warp < g->rows && i >> 4 < SALA_GROUP);
+    sala_copy_commit();
+    SALA_COPY_WAIT(0);
+    __syncthreads();
+#pragma unroll
+    for (int step = 0; step < 8; step++)
+        sala_ldmatrix4(queries[step], kv[1] + (sala_vector_at(lane & 15, lane >> 4) ^ (step * 16)));
+    __syncwarp();
+    sala_attend_copy(kv[1], a->pages.v + at);
+    sala_copy_commit();
+    if (warp < g->rows) {
+        sala_attend_scores(s, queries, shared);
+        sala_attend_weights(a, heads, s, p);
+    }
+    SALA_COPY_WAIT(0);
+    __syncthreads();
+    if (warp < g->rows) sala_attend_sum(a, heads, p, shared);
+    __syncthreads();
+}
+
+SALA_DEVICE void sala_attend_rows(const sala_attend_args *a, bool groups) {
+    sala_attend_shared *shared = (sala_attend_shared *)sala_shared();
+    sala_attend_group group = {0, 1, make_int2(0, 0)};
+    sala_view v;
+    if (!sala_view_row(&v, a->rows)) return;
+    int count = a->count[blockIdx.x], entries = sala_attend_entries(count, v.position);
+    if ((int)blockIdx.y * SALA_ATTEND_PART >= entries) return;
+    sala_view_open(&v, a->rows);
+    if (groups) group = sala_attend_group_of(a->rows, v.row);
+    sala_query_load(shared->q, a->q, &v);
+#pragma unroll 1
+    for (int part = (int)blockIdx.y; part * SALA_ATTEND_PART < entries; part += (int)gridDim.y)
+        if (!groups || group.rows == 1 || !sala_attend_common(a, &v, part, &group))
+            sala_attend_part(a, &v, part, count, shared);
+        else if (v.row == group.first)
+            sala_attend_shared_part(a, &v, part, &group, shared);
+}
+
 // Attention of a row over the listed blocks, SALA_ATTEND_PART a part. Reads 32 KiB a block, writes
 // 8 KiB a part of 16 heads. Twin: sala__op_attend, whose P is FP32.
 extern "C" __global__ void __launch_bounds__(128, 2)
     sala_attend(const __grid_constant__ sala_attend_args a) {
     sala_launch_next();
     sala_wait_grid();
-    sala_attend_shared *shared = (sala_attend_shared *)sala_shared();
-    sala_view v;
-    if (!sala_view_row(&v, a.rows)) return;
-    int count = a.count[blockIdx.x], entries = sala_attend_entries(count, v.position);
-    if ((int)blockIdx.y * SALA_ATTEND_PART >= entries) return;
-    sala_view_open(&v, a.rows);
-    sala_query_load(shared->q, a.q, &v);
-#pragma unroll 1
-    for (int part = (int)blockIdx.y; part * SALA_ATTEND_PART < entries; part += (int)gridDim.y)
-        sala_attend_part(&a, &v, part, count, shared);
+    sala_attend_rows(&a, false);
+}
+
+// The same numbers where sequences have several rows: reads a block that a group has in common once.
+extern "C" __global__ void __launch_bounds__(128, 2)
+    sala_attend_trees(const __grid_constant__ sala_attend_args a) {
+    sala_launch_next();
+    sala_wait_grid();
+    sala_attend_rows(&a, true);
 }
 
 // The parts of a row's head to one, in shared memory, a warp's share: parts warp, warp + 8, ... in

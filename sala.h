@@ -8607,9 +8607,9 @@ static void sala__launch_gemm_norm(sala__gpu *g, const sala_gemm_norm_args *a) {
 #define SALA_ATTEND_SHARED 70208
 #define SALA_ATTEND_COMBINE_SHARED (8 * 512) // the shares of eight warps
 
-// Blocks that share the parts of a list: with all lists, enough to fill the device evenly.
-static unsigned sala__list_blocks(const sala__gpu *g, int64_t parts) {
-    int64_t most = 8 * (int64_t)g->multiprocessors / ((int64_t)g->rows * g->dims->kv_heads);
+// Blocks that share the parts of a list: with all lists, enough to fill the device evenly, `times` over.
+static unsigned sala__list_blocks(const sala__gpu *g, int64_t parts, int times) {
+    int64_t most = 8 * times * (int64_t)g->multiprocessors / ((int64_t)g->rows * g->dims->kv_heads);
     return (unsigned)(most < 1 ? 1 : most < parts ? most : parts);
 }
 
@@ -8622,17 +8622,21 @@ static void sala__launch_select_top(sala__gpu *g, const sala_select_args *a) {
 static void sala__launch_select(sala__gpu *g, const sala_select_args *a) {
     unsigned lists = (unsigned)(g->rows * g->dims->kv_heads);
     int64_t parts = (a->capacity + SALA_SELECT_PART - 1) / SALA_SELECT_PART;
-    sala__launch(g, SALA__KERNEL_select_normaliser, lists, sala__list_blocks(g, 1 + parts), 1,
+    sala__launch(g, SALA__KERNEL_select_normaliser, lists, sala__list_blocks(g, 1 + parts, 1), 1,
                  SALA_SELECT_NORMALISER_SHARED, a);
-    sala__launch(g, SALA__KERNEL_select_score, lists, sala__list_blocks(g, parts), 1,
+    sala__launch(g, SALA__KERNEL_select_score, lists, sala__list_blocks(g, parts, 1), 1,
                  SALA_SELECT_SCORE_SHARED, a);
     sala__launch_select_top(g, a);
 }
 
 static void sala__launch_attend(sala__gpu *g, const sala_attend_args *a) {
     unsigned lists = (unsigned)(g->rows * g->dims->kv_heads);
-    sala__launch(g, SALA__KERNEL_attend, lists, sala__list_blocks(g, a->parts), 1,
-                 SALA_ATTEND_SHARED, a);
+    if (g->rows > g->seqs) // every fourth list has the most to do
+        sala__launch(g, SALA__KERNEL_attend_trees, lists, sala__list_blocks(g, a->parts, 3), 1,
+                     SALA_ATTEND_SHARED, a);
+    else
+        sala__launch(g, SALA__KERNEL_attend, lists, sala__list_blocks(g, a->parts, 1), 1,
+                     SALA_ATTEND_SHARED, a);
     sala__launch(g, SALA__KERNEL_attend_combine, (unsigned)g->rows, (unsigned)g->dims->heads, 1,
                  SALA_ATTEND_COMBINE_SHARED, a);
 }

@@ -47,6 +47,7 @@ static long dynamic_shared(const char *kernel, const sala_dims *m) {
                  {"sala_select_score", SALA_SELECT_SCORE_SHARED},
                  {"sala_select_top", SALA_SELECT_TOP_SHARED},
                  {"sala_attend", SALA_ATTEND_SHARED},
+                 {"sala_attend_trees", SALA_ATTEND_SHARED},
                  {"sala_attend_combine", SALA_ATTEND_COMBINE_SHARED},
                  {"sala_sample", SALA_SAMPLE_SHARED},
                  {"sala_prefill_dense", SALA_PREFILL_DENSE_SHARED},
