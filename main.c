@@ -596,6 +596,7 @@ static int info_rows(const sala_info *i, info_row *rows) {
         {NULL, "Memory plan", INFO_GROUP, 0},
         {"weight_bytes", "weights", INFO_BYTES, i->weight_bytes},
         {"draft_weight_bytes", "draft head", INFO_BYTES, i->draft_weight_bytes},
+        {"draft_kv_bytes", "draft head's cache", INFO_BYTES, i->draft_kv_bytes},
         {"kv_bytes", "K/V cache", INFO_BYTES, i->kv_bytes},
         {"state_bytes", "lightning states", INFO_BYTES, i->state_bytes},
         {"pending_bytes", "pending paths", INFO_BYTES, i->pending_bytes},

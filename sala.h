@@ -11066,10 +11066,10 @@ static int sala__draft_fill(sala *s, sala__sequence *q, int32_t end, const sala_
     return code;
 }
 
-// Of a prompt that ends at `end` the head sees the first page and the last tokens, from a page's start.
+// Of a prompt that ends at `end` the head sees the first page and the last tokens, from this one on.
 static int32_t sala__draft_window(const sala *s, int32_t end) {
     int32_t window = s->options.draft_window ? s->options.draft_window : 32768;
-    return end - window > 64 ? (end - window) / 64 * 64 : 64;
+    return end - window > 64 ? end - window : 64;
 }
 
 // Does it want features of a chunk of a prompt?

@@ -293,11 +293,11 @@ static void test_draft_reference(void) {
         if (kind == 2) s->draft_weights.fc_bias = sala_plain_weight(bias, SALA_BF16, H, 1);
         const int32_t slots[2] = {1, 0};
         const sala__shape shapes[2] = {{4, 3, 16}, {3, 2, 9}};
-        sala__sequence *q[2] = {fake(s, 1, 100, 11), fake(s, 0, 90, 12)};
+        sala__sequence *q[2] = {fake(s, 1, 160, 11), fake(s, 0, 90, 12)};
         sala_tree trees[2];
         sala_error err;
         r->s = s;
-        commit(s, q[0], 37, 5);
+        commit(s, q[0], 137, 5);
         commit(s, q[1], 70, 6);
         for (int round = 0; round < 2; round++) {
             must(sala__draft_propose(s, slots, shapes, 2, trees, &err), &err);
@@ -307,7 +307,7 @@ static void test_draft_reference(void) {
                 double error = tree_error(r, q[i], (uint64_t)(5 + i), &trees[i]);
                 CHECK(error < (kind == 1 ? 0.4 : 0.12), "kind %d, tree %d: %g", kind, i, error);
             }
-            commit(s, q[0], 40, 5);
+            commit(s, q[0], 140, 5);
             commit(s, q[1], 71, 6);
         }
         sala_close(s);
@@ -376,6 +376,21 @@ static void test_draft_window(void) {
         free(many);
     }
     CHECK(dropped >= 3, "dropped %d times", dropped);
+    int before = q->draft.filled; // as many at once as can wait
+    commit(s, q, 798 + 100, 8);
+    commit(all, w, 798 + 100, 8);
+    must(sala__draft_fill(s, q, 898, NULL, &err), &err);
+    must(sala__draft_fill(all, w, 898, NULL, &err), &err);
+    CHECK(before > 220 && q->draft.filled > 64 + 128 && q->draft.filled <= 320, "%d, %d filled",
+          before, q->draft.filled);
+    sala_act *few = cache_of(s, q), *many = cache_of(all, w);
+    size_t row = 2 * KV * DIM, recent = (size_t)(q->draft.filled - 64);
+    CHECK(memcmp(few, many, 64 * row * sizeof *few) == 0, "anchor");
+    CHECK(memcmp(few + 64 * row, many + ((size_t)w->draft.filled - recent) * row,
+                 recent * row * sizeof *few) == 0,
+          "window");
+    free(few);
+    free(many);
     sala_close(s);
     sala_close(all);
 }
@@ -501,27 +516,27 @@ typedef struct story { // what two requests of one sequence gave
 } story;
 
 // A prompt and its continuation, the second after a second prompt. Some prompts and answers are short.
-static story tell(const char *device, int shorter, const char *spec, const char *tree,
+static story tell(const char *device, int window, int shorter, const char *spec, const char *tree,
                   const char *test, int chunk, const story *guess) {
     sala_options o;
     sala_request r;
     sala_event e;
     sala_error err;
     story t;
-    int32_t prompt[150], answer = shorter ? 6 : 45;
+    int32_t prompt[250], answer = shorter ? 6 : 45;
     memset(&o, 0, sizeof o);
     memset(&t, 0, sizeof t);
     o.synthetic = 1, o.synthetic_seed = 9, o.threads = 2, o.max_sequences = 2, o.context = 512;
     o.device = device, o.chunk = chunk, o.draft = head_file, o.spec = spec, o.spec_tree = tree;
-    o.spec_test = test, o.draft_window = 128;
+    o.spec_test = test, o.draft_window = window;
     sala *s = sala_open("models/sala-tiny/config.json", &o, &err);
     must(s ? 0 : -1, &err);
     check_seed = 77;
-    for (int i = 0; i < 150; i++) prompt[i] = 5 + (int32_t)(check_random() % 2000);
+    for (int i = 0; i < 250; i++) prompt[i] = 5 + (int32_t)(check_random() % 2000);
     int64_t sequence = 0;
     for (int turn = 0; turn < 2; turn++) {
         memset(&r, 0, sizeof r);
-        r.tokens = prompt, r.token_count = (turn ? 40 : 150) / (1 + 5 * shorter),
+        r.tokens = prompt, r.token_count = (turn ? 20 : 250) / (1 + 9 * shorter),
         r.sequence = sequence, r.keep = 1;
         r.max_tokens = answer, r.ignore_eos = 1, r.temperature = turn ? 0.8f : 0, r.seed = 3;
         if (guess) r.guess = guess->tokens + answer * turn, r.guess_count = answer;
@@ -551,8 +566,8 @@ static story tell(const char *device, int shorter, const char *spec, const char 
 // Whatever is drafted and refused, and however prompts are cut: the same text, and the same cache of the head.
 static void test_draft_engine(void) {
     write_head(1, 0);
-    story plain = tell("cpu", 0, "off", NULL, NULL, 512, NULL);
-    story base = tell("cpu", 0, "eagle", "3,2,7", NULL, 512, NULL);
+    story plain = tell("cpu", 128, 0, "off", NULL, NULL, 512, NULL);
+    story base = tell("cpu", 0, 0, "eagle", "3,2,7", NULL, 512, NULL);
     CHECK(plain.count == 90, "%d tokens", plain.count);
     const struct {
         const char *tree, *test;
@@ -561,14 +576,14 @@ static void test_draft_engine(void) {
                 {"4,2,9", "oracle", 128},  {"7,2,15", "oracle:60", 512},
                 {"5,2,11", "random", 192}, {"5,2,11", "adversarial", 512}};
     for (int i = 0; i < 6; i++) {
-        story t = tell("cpu", 0, "eagle", ways[i].tree, ways[i].test, ways[i].chunk, &plain);
+        story t = tell("cpu", 128, 0, "eagle", ways[i].tree, ways[i].test, ways[i].chunk, &plain);
         CHECK(t.count == plain.count && memcmp(t.tokens, plain.tokens, sizeof t.tokens) == 0,
               "another text in way %d", i);
         size_t row = 2 * KV * DIM * sizeof *t.cache, n = (size_t)(t.filled - 64);
-        CHECK(t.filled > 150 && t.filled < 320, "%d filled", t.filled);
+        CHECK(t.filled > 250 && t.filled < 320, "%d filled", t.filled);
+        CHECK(base.filled - t.filled == 250 - 128 - 64, "%d of %d filled", t.filled, base.filled);
         CHECK(memcmp(t.cache, base.cache, 64 * row) == 0, "another anchor in way %d", i);
-        n = n < (size_t)base.filled - 64 ? n : (size_t)base.filled - 64;
-        CHECK(memcmp((char *)t.cache + ((size_t)t.filled - n) * row,
+        CHECK(memcmp((char *)t.cache + 64 * row,
                      (char *)base.cache + ((size_t)base.filled - n) * row, n * row) == 0,
               "another window in way %d", i);
         if (i == 2) CHECK(t.accepted > 10, "%g accepted", t.accepted);
@@ -743,9 +758,9 @@ static void test_draft_device_engine(void) {
     }
     int shorter = getenv("SALA_TEST_GPU") == NULL;
     write_head(1, 0);
-    story plain = tell(device, shorter, "off", NULL, NULL, 64, NULL);
-    story base = tell(device, shorter, "eagle", "3,2,7", NULL, 64, NULL);
-    story good = tell(device, shorter, "eagle", "4,2,9", "oracle", 512, &plain);
+    story plain = tell(device, 128, shorter, "off", NULL, NULL, 64, NULL);
+    story base = tell(device, 128, shorter, "eagle", "3,2,7", NULL, 64, NULL);
+    story good = tell(device, 128, shorter, "eagle", "4,2,9", "oracle", 512, &plain);
     CHECK(plain.count == (shorter ? 12 : 90), "%d tokens", plain.count);
     CHECK(memcmp(plain.tokens, base.tokens, sizeof plain.tokens) == 0, "another text");
     CHECK(memcmp(plain.tokens, good.tokens, sizeof plain.tokens) == 0, "another text");
