@@ -57,6 +57,10 @@ FUZZ := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
 $(B)/fuzz_%: tests/fuzz/fuzz_%.c sala.cu kernels.h | $(B)
 	$(CC) $(CFLAGS) -DREPLAY -MF $@.d -o $@ $< $(LDLIBS)
 
+# What computes little is compiled quickly. (OPT on the command line is for all.)
+QUICK := json settings checkpoint tokenizer formats sampler cuda_host draft_files quantized spec main api
+$(addprefix $(B)/test_,$(QUICK)) $(addprefix $(B)/,$(FUZZ)): OPT = -O1
+
 # The CUDA simulator: the driver and NVRTC in one library. It and its tests need a C++ compiler; without
 # one they are skipped.
 SIM := $(if $(shell command -v $(CXX) 2>/dev/null),$(B)/libsala_sim.so)
