@@ -12196,7 +12196,7 @@ static int sala__gpu_pass(sala *s, sala__pass *p, sala_error *err) {
     int verify = p->rows.verify;
     g->prefill = !verify;
     g->rows = p->bucket;
-    g->seqs = sala__bucket(p->rows.seq_count, s->plan.slots);
+    g->seqs = sala__bucket(p->rows.seq_count, s->plan.node_rows); // of one-node trees: as the rows
     p->on_device = sala__publish_rows(s, &p->rows);
     sala__cu_exec graph = !verify || p->hidden || e->code ? NULL : sala__gpu_graph(s, p);
     if (!e->code && graph)
