@@ -9202,6 +9202,10 @@ typedef struct sala__sequence {
     sala__draft_cache draft;
 } sala__sequence;
 
+typedef struct sala__share { // of guesses that were right; the past fades
+    double right, tried;
+} sala__share;
+
 // Speculation of one request: its index of n-grams, how drafts did, and what is tried next.
 typedef struct sala__spec {
     // Places in the history of the sequence where four tokens end, plus 1: the last one of each hash,
@@ -9214,7 +9218,8 @@ typedef struct sala__spec {
     // stood there where the root stands now, 0: none. Resumed chains in a row that failed: `lost`.
     int64_t place, aligned;
     int32_t resumed, lost;
-    double right, tried;             // tokens of chains that were right, of those looked at; fading
+    // How often the first token of a chain was right, [resumed], and those behind right ones; fading.
+    sala__share first[2], later;
     int32_t tree_steps, tree_sum;    // trees of a head in this window, and the tokens they gave
     int64_t step;                    // verifies of this request
     int64_t chains_from, trees_from; // no chain, no tree before this step
@@ -10603,8 +10608,9 @@ static int sala__ngram_index(sala *s, sala__request *r, sala_error *err) {
         c->chain_mask = (uint32_t)(size - 1);
         c->chain_room = room;
         c->indexed = SALA__NGRAM - 1;
-        c->right = 8; // of 10 tokens that no chain has offered yet
-        c->tried = 10;
+        const sala__share first = {2, 3}, later = {9, 10}; // until there is more to go by
+        c->first[0] = c->first[1] = first;
+        c->later = later;
     }
     int64_t end = (int64_t)q->token_count - 1;
     for (; c->indexed < end && c->indexed < c->chain_room; c->indexed++) {
@@ -10634,14 +10640,19 @@ static int sala__ngram_match(const sala__spec *c, const int32_t *tokens, int64_t
     return best < SALA__NGRAM ? 0 : best;
 }
 
+static void sala__share_add(sala__share *s, int right, int tried, int most) {
+    double fade = s->tried > most ? 0.5 : 1;
+    s->right = fade * (s->right + right);
+    s->tried = fade * (s->tried + tried);
+}
+
 // What the last chain of this request taught. A chain that can give no more than it did is no failure.
 static void sala__ngram_learn(sala__spec *c, int accepted) {
     int offered = c->tree.count - 1, good = accepted >= 4 || accepted == offered;
-    c->right += accepted;
-    c->tried += accepted < offered ? accepted + 1 : offered;
-    if (c->tried > 64) c->right /= 2, c->tried /= 2;
-    c->aligned = c->place + 1 + accepted;
-    c->lost = c->resumed && accepted == 0 ? c->lost + 1 : 0;
+    sala__share_add(&c->first[c->resumed], accepted > 0, 1, 16);
+    if (accepted) sala__share_add(&c->later, accepted - 1, accepted - (accepted == offered), 64);
+    c->aligned = accepted || c->resumed ? c->place + 1 + accepted : 0;
+    c->lost = c->resumed && !accepted ? c->lost + 1 : 0;
     if (c->lost == 3) c->aligned = c->lost = 0;
     if (c->resumed) return;
     if (good || (accepted >= 2 && c->misses < 2)) c->misses = 0;
@@ -11354,11 +11365,12 @@ static void sala__plan_review(sala__policy *p, sala__request *r) {
 // Of chains up to `length` the one that makes the step fastest, if `rows` rows give `tokens` without it.
 static int sala__chain_that_pays(const sala__policy *p, const sala__spec *c, int rows,
                                  double tokens, int length) {
-    double plain = sala__cost(p, rows), best = plain > 0 ? tokens / plain : 0, more = 0, each = 1;
+    double plain = sala__cost(p, rows), best = plain > 0 ? tokens / plain : 0, more = 0;
+    double each = c->first[c->resumed].right / c->first[c->resumed].tried;
     int pays = 0;
     if (p->forced || plain == 0) return length;
-    for (int n = 1; n <= length; n++) {
-        more += each *= c->right / c->tried;
+    for (int n = 1; n <= length; n++, each *= c->later.right / c->later.tried) {
+        more += each;
         double rate = (tokens + more) / sala__cost(p, rows + n);
         if (rate > best) best = rate, pays = n;
     }
@@ -11448,15 +11460,14 @@ static int sala__plan_trees(sala *s, sala__request **active, int count, int rows
                   "the draft head is left alone for %d steps: its trees give %.2f tokens, and each "
                   "takes the time of %.2f plain steps",
                   p->retry, p->yield[level], p->yield[level] / sala__gain(p, level, count));
-    // A few plain steps of each load: what drafts are measured by.
-    if (!p->forced && !sala__mean_known(&p->cost[sala__cost_index(count)])) return 0;
-    int used = count;
+    int used = count, known = p->forced || sala__mean_known(&p->cost[sala__cost_index(count)]);
     for (int i = 0; i < count && p->chains; i++) {
         int more = sala__plan_chain(s, active[i], count, used, rows - used, err);
         if (more < 0) return more;
         used += more;
     }
-    return p->trees && p->level ? sala__plan_heads(s, active, count, rows - used, err) : 0;
+    // A few steps without trees at each load: what trees are measured by.
+    return p->trees && p->level && known ? sala__plan_heads(s, active, count, rows - used, err) : 0;
 }
 
 // ---- what was asked for ----

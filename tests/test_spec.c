@@ -166,7 +166,9 @@ static void test_streaks(void) {
     c.tree.count = 2; // one token was offered, and right: no failure
     sala__ngram_learn(&c, 1);
     CHECK(c.misses == 0, "a chain of one");
-    CHECK(c.right <= c.tried && c.tried <= 65, "%g of %g", c.right, c.tried);
+    CHECK(c.first[0].right <= c.first[0].tried && c.first[0].tried < 17 &&
+              c.later.right <= c.later.tried && c.later.tried < 80,
+          "%g of %g, %g of %g", c.first[0].right, c.first[0].tried, c.later.right, c.later.tried);
 }
 
 // The same key, each time followed by something else: chains are refuted, fewer and fewer are tried, and
@@ -296,7 +298,7 @@ static void test_chains_by_measurement(void) {
         while (walk_step(w[i])) continue;
     CHECK(w[0]->chains > 20, "%d chains where rows are free", w[0]->chains);
     CHECK(w[1]->chains < 12, "%d chains where each row costs a step", w[1]->chains);
-    CHECK(w[2]->chains == 0, "%d chains before anything is measured", w[2]->chains);
+    CHECK(w[2]->chains > 20, "%d chains where nothing is measured", w[2]->chains);
     for (int i = 0; i < 3; i++) walk_free(w[i]);
     w[0] = walk_new("auto", tokens, 10, 31); // too short a text
     w[1] = walk_new("auto", tokens, 100, 3000);
