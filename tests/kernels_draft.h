@@ -171,6 +171,8 @@ static void draft_check_input(int topk, int biased) {
         CHECK(memcmp(got, a.x, count * 2) == 0, "x of step %d", step);
         from_device(got, d.u, 2 * count * 2);
         CHECK(draft_near(got, wide, 2 * count), "u of step %d", step);
+        sparse_noise(a.x, MOST * W, 3); // what the layer makes of it, another for each row
+        to_device(d.x, a.x, MOST * W * 2);
     }
     from_device(&u, there, sizeof u);
     CHECK(memcmp(&u, &t, sizeof t) == 0, "what was chosen, topk %d", topk);

@@ -19,7 +19,7 @@ static void write_head(int fc_norm, int raw) {
     fprintf(
         f,
         "{\"architectures\": [\"LlamaForCausalLMEagle3\"], \"model_type\": \"llama\",\n"
-        "\"hidden_size\": 256, \"intermediate_size\": 320, \"num_attention_heads\": 2,\n"
+        "\"hidden_size\": 256, \"intermediate_size\": 384, \"num_attention_heads\": 2,\n"
         "\"num_key_value_heads\": 2, \"head_dim\": 128, \"num_hidden_layers\": 1,\n"
         "\"vocab_size\": 2048, \"draft_vocab_size\": 1000, \"rms_norm_eps\": 1e-6,\n"
         "\"rope_theta\": 10000.0, \"max_position_embeddings\": 2048, \"hidden_act\": \"silu\",\n"
@@ -134,7 +134,7 @@ static sala_act *cache_of(sala *s, const sala__sequence *q) {
 
 // ---- the reference: double precision, one row after the other ----
 
-enum { H = 256, HEADS = 2, KV = 2, DIM = 128, FFN = 320, DRAFT_VOCAB = 1000, MOST = 300 };
+enum { H = 256, HEADS = 2, KV = 2, DIM = 128, FFN = 384, DRAFT_VOCAB = 1000, MOST = 300 };
 
 typedef struct reference {
     const sala *s;
