@@ -4460,7 +4460,7 @@ enum {               // sala__setting.kind: the type of the field
     SALA__SET_LONG,  // int64_t
     SALA__SET_SEED,  // uint64_t, the whole range
     SALA__SET_FLOAT, // float
-    SALA__SET_WORD,  // const char *, one of `words`
+    SALA__SET_WORD,  // const char *, as the rest: one of `words`
     SALA__SET_TEXT,  // const char *, anything but ""
     SALA__SET_TREE   // const char *, "depth,topk,nodes"
 };
@@ -4603,10 +4603,6 @@ static int sala__shape_read(const char *text, sala__shape *shape) {
 
 // ---- checking ----
 
-static int sala__is_text(const sala__setting *e) {
-    return e->kind == SALA__SET_WORD || e->kind == SALA__SET_TEXT || e->kind == SALA__SET_TREE;
-}
-
 // Is a value right for this row? In a struct the special values 0 and NULL count too.
 static int sala__value_fits(const sala__setting *e, const sala__value *v, int in_struct) {
     sala__shape shape;
@@ -4661,7 +4657,7 @@ static int sala__check_table(const sala__setting *table, int rows, const void *b
         const void *at = (const char *)base + e->offset;
         sala__value v = {0, 0, NULL};
         char shown[40];
-        if (sala__is_text(e))
+        if (e->kind >= SALA__SET_WORD)
             v.word = *(const char *const *)at;
         else if (e->kind == SALA__SET_FLOAT)
             v.real = *(const float *)at;
@@ -11515,23 +11511,20 @@ static int sala__spec_open(sala *s, sala_error *err) {
 static void sala__spec_text(const sala *s, char *text, size_t size) {
     const sala__policy *p = &s->policy;
     const sala__shape *one = &p->shape[2], *many = &p->shape[1];
-    char trees[96] = "";
-    if (p->trees && p->fixed)
-        snprintf(trees, sizeof trees, "trees of %d,%d,%d", one->depth, one->topk, one->nodes);
-    else if (p->trees)
-        snprintf(trees, sizeof trees,
-                 "trees of %d,%d,%d, from 3 sequences on %d,%d,%d, from 11 on none", one->depth,
-                 one->topk, one->nodes, many->depth, many->topk, many->nodes);
-    if (!p->on) {
-        snprintf(text, size, "off: every step gives one token");
-        return;
-    }
-    int n = snprintf(text, size, "%s: %s%s%s%s", s->options.spec ? s->options.spec : "auto",
-                     p->chains ? "n-gram chains" : "", p->chains && p->trees ? " and " : "",
-                     p->trees ? p->test ? "test " : "EAGLE-3 " : "", trees);
-    if (p->test) n += snprintf(text + n, size - (size_t)n, " (%s)", s->options.spec_test);
-    if (!p->trees && !p->forced)
-        n += snprintf(text + n, size - (size_t)n, "; no draft head was named");
+    int n = snprintf(text, size, "%s: %s%s", s->options.spec ? s->options.spec : "auto",
+                     p->chains  ? "n-gram chains"
+                     : p->trees ? ""
+                                : "every step gives one token",
+                     p->chains && p->trees ? " and " : "");
+    if (p->trees)
+        n +=
+            snprintf(text + n, size - (size_t)n, "%s trees of %d,%d,%d",
+                     p->test ? s->options.spec_test : "EAGLE-3", one->depth, one->topk, one->nodes);
+    if (p->trees && !p->fixed)
+        n += snprintf(text + n, size - (size_t)n, ", from 3 sequences on %d,%d,%d, from 11 on none",
+                      many->depth, many->topk, many->nodes);
+    if (p->on && !p->trees && !p->forced)
+        snprintf(text + n, size - (size_t)n, "; no draft head was named");
     if (p->trees && p->cap && !p->level)
         snprintf(text + n, size - (size_t)n, "; at present no trees: measured, they do not pay");
 }
