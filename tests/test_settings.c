@@ -438,8 +438,8 @@ static void tables(void) {
         for (int i = 0; i < rows[t]; i++) {
             const sala__setting *e = &table[t][i];
             CHECK(e->offset + 4 <= size[t] && e->minimum <= e->maximum, "%s", e->name);
-            CHECK((e->kind == SALA__SET_WORD || e->kind == SALA__SET_TEXT) == (e->words != NULL), "%s",
-                  e->name);
+            CHECK((e->kind == SALA__SET_WORD || e->kind == SALA__SET_TEXT) == (e->words != NULL),
+                  "%s", e->name);
             for (int j = 0; j < i; j++)
                 CHECK(strcmp(e->name, table[t][j].name) && e->offset != table[t][j].offset, "%s",
                       e->name);
