@@ -2313,37 +2313,45 @@ SALA_DEVICE void sala_attend_part(const sala_attend_args *a, const sala_view *v,
 }
 
 // Nodes of a tree see nearly the same blocks. Four rows of a sequence that follow each other are a
-// group: a part of which all of them have the same blocks, whole and in pages, is done by the block of
-// the first, and lies in shared memory once.
+// group. Every row does the last of its parts by itself, those with tokens that lie with nodes; the
+// first row's blocks do the others of all four, and where the four have the same blocks, these lie in
+// shared memory once.
 #define SALA_ATTEND_GROUP 4
 static_assert(SALA_ATTEND_PART == 2, "a part is a pair of blocks");
 
 typedef struct sala_attend_group {
     int first, rows; // of the pass
-    int2 pair;       // blocks of the part
+    int row, tail;   // this lane's row (the last ones repeat it), its first part with nodes
+    int count;       // of its list
+    int2 pair;       // and its blocks of the part
 } sala_attend_group;
 
-SALA_DEVICE sala_attend_group sala_attend_group_of(const sala_rows *rows, int row) {
-    const sala_seq *seq = &rows->seqs[rows->seq[row]];
-    int before = (row - seq->first_row) / SALA_ATTEND_GROUP * SALA_ATTEND_GROUP;
-    sala_attend_group g = {seq->first_row + before, min(seq->rows - before, SALA_ATTEND_GROUP)};
+SALA_DEVICE sala_attend_group sala_attend_group_of(const sala_attend_args *a, const sala_view *v) {
+    const sala_seq *seq = &a->rows->seqs[a->rows->seq[v->row]];
+    sala_attend_group g;
+    g.first = seq->first_row + (v->row - seq->first_row) / SALA_ATTEND_GROUP * SALA_ATTEND_GROUP;
+    g.rows = min(seq->first_row + seq->rows - g.first, SALA_ATTEND_GROUP);
+    g.row = g.first + min((int)threadIdx.x & 31, g.rows - 1);
+    int position = a->rows->position[g.row];
+    g.count = a->count[g.row * MODEL.kv_heads + v->head];
+    g.tail = sala_attend_entries(g.count, position) - 1 - (position / 64 - v->stored / 64);
+    g.tail =
+        max(g.tail, 0) / SALA_ATTEND_PART; // the last blocks of a list are those before the row
     return g;
 }
 
-// Do the rows of the group have this part in common?
+// Do all rows of the group have the same blocks in this part, and no nodes?
 SALA_DEVICE bool sala_attend_common(const sala_attend_args *a, const sala_view *v, int part,
                                     sala_attend_group *g) {
-    int lane = (int)threadIdx.x & 31, row = g->first + min(lane, g->rows - 1);
-    int64_t list = (int64_t)row * MODEL.kv_heads + v->head;
-    int count = a->count[list], entries = sala_attend_entries(count, a->rows->position[row]);
+    int64_t list = (int64_t)g->row * MODEL.kv_heads + v->head;
     g->pair = make_int2(2 * part, 2 * part + 1);
-    if (count > 2 * part + 1) {
+    if (g->count >= 0 && part < g->tail) {
         const int32_t *from = a->blocks + list * MODEL.top_k + 2 * part;
         g->pair = make_int2(from[0], from[1]);
     }
     int x = __shfl_sync(0xFFFFFFFFu, g->pair.x, 0), y = __shfl_sync(0xFFFFFFFFu, g->pair.y, 0);
-    bool same = g->pair.x == x && g->pair.y == y && 2 * part + 1 < entries;
-    return __all_sync(0xFFFFFFFFu, same && (y + 1) * 64 <= v->stored);
+    bool same = g->pair.x == x && g->pair.y == y;
+    return __all_sync(0xFFFFFFFFu, same && part < g->tail);
 }
 
 // 32 tokens of keys or values by a warp, in the background.
@@ -2471,22 +2479,15 @@ SALA_DEVICE void sala_attend_shared_part(const sala_attend_args *a, const sala_v
     __syncthreads();
 }
 
-SALA_DEVICE void sala_attend_rows(const sala_attend_args *a, bool groups) {
-    sala_attend_shared *shared = (sala_attend_shared *)sala_shared();
-    sala_attend_group group = {0, 1, make_int2(0, 0)};
-    sala_view v;
-    if (!sala_view_row(&v, a->rows)) return;
-    int count = a->count[blockIdx.x], entries = sala_attend_entries(count, v.position);
-    if ((int)blockIdx.y * SALA_ATTEND_PART >= entries) return;
-    sala_view_open(&v, a->rows);
-    if (groups) group = sala_attend_group_of(a->rows, v.row);
-    sala_query_load(shared->q, a->q, &v);
-#pragma unroll 1
-    for (int part = (int)blockIdx.y; part * SALA_ATTEND_PART < entries; part += (int)gridDim.y)
-        if (!groups || group.rows == 1 || !sala_attend_common(a, &v, part, &group))
-            sala_attend_part(a, &v, part, count, shared);
-        else if (v.row == group.first)
-            sala_attend_shared_part(a, &v, part, &group, shared);
+// A part of one row of a group.
+SALA_DEVICE void sala_attend_row_part(const sala_attend_args *a, const sala_view *v, int row,
+                                      int part, sala_attend_shared *shared) {
+    sala_view own = *v;
+    own.row = row;
+    own.position = a->rows->position[row];
+    own.path = a->rows->path + row * SALA_MAX_PATH;
+    sala_query_load(shared->q, a->q, &own);
+    sala_attend_part(a, &own, part, a->count[row * MODEL.kv_heads + v->head], shared);
 }
 
 // Attention of a row over the listed blocks, SALA_ATTEND_PART a part. Reads 32 KiB a block, writes
@@ -2495,15 +2496,50 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     sala_attend(const __grid_constant__ sala_attend_args a) {
     sala_launch_next();
     sala_wait_grid();
-    sala_attend_rows(&a, false);
+    sala_attend_shared *shared = (sala_attend_shared *)sala_shared();
+    sala_view v;
+    if (!sala_view_row(&v, a.rows)) return;
+    int count = a.count[blockIdx.x], entries = sala_attend_entries(count, v.position);
+    if ((int)blockIdx.y * SALA_ATTEND_PART >= entries) return;
+    sala_view_open(&v, a.rows);
+    sala_query_load(shared->q, a.q, &v);
+#pragma unroll 1
+    for (int part = (int)blockIdx.y; part * SALA_ATTEND_PART < entries; part += (int)gridDim.y)
+        sala_attend_part(&a, &v, part, count, shared);
 }
 
-// The same numbers where sequences have several rows: reads a block that a group has in common once.
+// The same numbers where sequences have several rows: reads blocks that rows have in common once. The
+// last parts come first: rows do them one by one.
 extern "C" __global__ void __launch_bounds__(128, 2)
     sala_attend_trees(const __grid_constant__ sala_attend_args a) {
     sala_launch_next();
     sala_wait_grid();
-    sala_attend_rows(&a, true);
+    sala_attend_shared *shared = (sala_attend_shared *)sala_shared();
+    sala_view v;
+    if (!sala_view_row(&v, a.rows)) return;
+    int count = a.count[blockIdx.x], last = (sala_attend_entries(count, v.position) - 1) / 2;
+    sala_view_open(&v, a.rows);
+    sala_attend_group g = sala_attend_group_of(&a, &v);
+    bool leads = v.row == g.first;
+    int own = __shfl_sync(0xFFFFFFFFu, g.tail, v.row - g.first), tail = g.tail;
+    for (int step = 1; step < SALA_ATTEND_GROUP; step *= 2)
+        tail = max(tail, __shfl_xor_sync(0xFFFFFFFFu, tail, step));
+    tail = __shfl_sync(0xFFFFFFFFu, tail, 0); // the last of the group
+    int end = leads ? 0 : own;
+#pragma unroll 1
+    for (int part = max(last + 1, tail) - 1 - (int)blockIdx.y; part >= end;
+         part -= (int)gridDim.y) {
+        if (leads && sala_attend_common(&a, &v, part, &g)) {
+            sala_attend_shared_part(&a, &v, part, &g, shared);
+            continue;
+        }
+#pragma unroll 1
+        for (int row = g.first; row < g.first + g.rows; row++) {
+            bool nodes = part >= __shfl_sync(0xFFFFFFFFu, g.tail, row - g.first);
+            if (nodes ? row == v.row && part <= last : leads)
+                sala_attend_row_part(&a, &v, row, part, shared);
+        }
+    }
 }
 
 // The parts of a row's head to one, in shared memory, a warp's share: parts warp, warp + 8, ... in
