@@ -1095,7 +1095,7 @@ typedef struct sala_sample_args {
     X(norm, sala_norm_args, 128, 0)                                                                \
     X(gemm, sala_product_args, 128, 0)                                                             \
     X(qk_norm_rope, sala_qk_args, 128, 0)                                                          \
-    X(gla_verify, sala_gla_args, 128, 0)                                                           \
+    X(gla_verify, sala_gla_args, 256, 0)                                                           \
     X(gate, sala_gate_args, 256, 0)                                                                \
     X(select_normaliser, sala_select_args, 256, 0)                                                 \
     X(select_score, sala_select_args, 256, 0)                                                      \

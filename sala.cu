@@ -1250,25 +1250,27 @@ extern "C" __global__ void __launch_bounds__(SALA_GEMM4_THREADS, 2)
 
 // ---- 6. lightning attention: verify and decode
 
-// A block owns 16 columns of one head's state S[128 keys][128 values] of one sequence, in
-// registers: 8 KiB. Thread = four keys x four columns; a warp has 32 keys, its lanes are eight
-// groups of keys x four of columns, and the 8 KiB lie together in memory (sala_state_place).
-#define SALA_GLA_SLICES (128 / SALA_GLA_COLUMNS)
+// A block owns 32 columns of one head's state S[128 keys][128 values] of one sequence, in
+// registers: two slices of 8 KiB that lie together in memory (sala_state_place), four warps each.
+// Thread = four keys x four columns; a warp has 32 keys, its lanes are eight groups of keys x four of
+// columns.
+#define SALA_GLA_WIDTH (2 * SALA_GLA_COLUMNS)
+#define SALA_GLA_BLOCKS (128 / SALA_GLA_WIDTH) // of a head
 
 typedef struct sala_gla_shared { // of the pending path, then of as many nodes at a time
     sala_act k[SALA_MAX_PATH][128], q[SALA_MAX_PATH][128];
-    sala_act v[SALA_MAX_PATH][SALA_GLA_COLUMNS];
-    float turn[SALA_MAX_PATH][128];              // cos, sin
-    float o[SALA_MAX_PATH][4][SALA_GLA_COLUMNS]; // of the keys of each warp
-    int32_t fork[SALA_MAX_PATH];                 // see sala_gla_args
-} sala_gla_shared; // then [tree_slots][4][128 threads] float4: states that later nodes grow from
-static_assert(sizeof(sala_gla_shared) == 21056, "the host asks for this much");
+    sala_act v[SALA_MAX_PATH][SALA_GLA_WIDTH];
+    float turn[SALA_MAX_PATH][128];            // cos, sin
+    float o[SALA_MAX_PATH][4][SALA_GLA_WIDTH]; // of the keys of each warp
+    int32_t fork[SALA_MAX_PATH];               // see sala_gla_args
+} sala_gla_shared; // then [tree_slots][4][256 threads] float4: states that later nodes grow from
+static_assert(sizeof(sala_gla_shared) == 25664, "the host asks for this much");
 
 // Where a block stands.
 typedef struct sala_gla_place {
     int32_t first_row, rows;       // of the sequence, that are still to come
     int32_t count;                 // of the pending path, or of the rows at a time
-    int32_t head, kv_head, column; // first of 16
+    int32_t head, kv_head, column; // first of 32
     float decay;
     float *state; // of this thread: element (its first key, its first column)
     sala_gla_shared *shared;
@@ -1282,11 +1284,11 @@ SALA_DEVICE void sala_gla_four(uint2 pairs, float x[4]) {
 }
 
 SALA_DEVICE int sala_gla_key(void) { // the thread's first key and column
-    return (int)threadIdx.x >> 2 << 2;
+    return ((int)threadIdx.x & 127) >> 2 << 2;
 }
 
 SALA_DEVICE int sala_gla_column(void) {
-    return ((int)threadIdx.x & 3) * 4;
+    return ((int)threadIdx.x >> 7) * SALA_GLA_COLUMNS + ((int)threadIdx.x & 3) * 4;
 }
 
 SALA_DEVICE void sala_gla_store(const sala_gla_place *at, const float4 s[4]) {
@@ -1333,7 +1335,8 @@ SALA_DEVICE void sala_gla_sum(const sala_gla_place *at, int i, float4 x) {
     float sum = odd ? odd_sum : even_sum;
     sum += __shfl_xor_sync(0xFFFFFFFFu, odd ? even_sum : odd_sum, 8);
     sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 4);
-    if (!(lane & 4)) at->shared->o[i][threadIdx.x >> 5][sala_gla_column() + 2 * back + odd] = sum;
+    if (!(lane & 4))
+        at->shared->o[i][threadIdx.x >> 5 & 3][sala_gla_column() + 2 * back + odd] = sum;
 }
 
 // The pending path, already normed and rotated, into shared memory.
@@ -1342,9 +1345,9 @@ SALA_DEVICE void sala_gla_pending(const sala_gla_args *a, const sala_gla_place *
     int i = (int)threadIdx.x >> 4, part = ((int)threadIdx.x & 15) * 8;
     int64_t first = (int64_t)slot * SALA_MAX_PATH * STEP + at->kv_head * 128;
 #pragma unroll 1
-    for (; i < at->count; i += 8) {
+    for (; i < at->count; i += 16) {
         sala_copy16(&at->shared->k[i][part], a->pending_k + first + i * STEP + part);
-        if (part < SALA_GLA_COLUMNS)
+        if (part < SALA_GLA_WIDTH)
             sala_copy16(&at->shared->v[i][part],
                         a->pending_v + first + i * STEP + at->column + part);
     }
@@ -1357,13 +1360,13 @@ SALA_DEVICE void sala_gla_fetch(const sala_gla_args *a, const sala_gla_place *at
     bool is_q = lane & 16;
     if (a->tree_slots && t < at->count) m->fork[t] = a->forks[at->first_row + t];
 #pragma unroll 1
-    for (int i = t >> 5; i < at->count; i += 4) {
+    for (int i = t >> 5; i < at->count; i += 8) {
         int64_t r = at->first_row + i;
         int64_t q = (r * MODEL.lin_heads + at->head) * 128 + part;
         int64_t k = (r * MODEL.lin_kv_heads + at->kv_head) * 128;
         sala_copy16(is_q ? &m->q[i][part] : &m->k[i][part], is_q ? a->q + q : a->raw_k + k + part);
         if (a->cos_sin) sala_copy16(&m->turn[i][lane * 4], a->cos_sin + r * 128 + lane * 4);
-        if (lane < 2) sala_copy16(&m->v[i][part], a->v + k + at->column + part);
+        if (lane < 4) sala_copy16(&m->v[i][part], a->v + k + at->column + part);
     }
     sala_copy_commit();
     SALA_COPY_WAIT(0);
@@ -1379,9 +1382,9 @@ SALA_DEVICE void sala_gla_heads(const sala_gla_args *a, const sala_gla_place *at
     bool keep = !is_q && at->column == 0 && at->head % (MODEL.lin_heads / MODEL.lin_kv_heads) == 0;
     sala_act(*heads)[128] = is_q ? m->q : m->k;
 #pragma unroll 1
-    for (int i = (int)threadIdx.x >> 6; i < at->count; i += 4) {
+    for (int i = (int)threadIdx.x >> 6; i < at->count; i += 8) {
         uint2 x[2];
-        int next = min(i + 2, SALA_MAX_PATH - 1); // may be one that is not there
+        int next = min(i + 4, SALA_MAX_PATH - 1); // may be one that is not there
         x[0] = sala_head_load(heads[i]);
         x[1] = sala_head_load(heads[next]);
         if (normed) {
@@ -1391,7 +1394,7 @@ SALA_DEVICE void sala_gla_heads(const sala_gla_args *a, const sala_gla_place *at
         }
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-            int row = i + 2 * j;
+            int row = i + 4 * j;
             if (row >= at->count) break;
             if (a->cos_sin)
                 x[j] = sala_head_rope(x[j], *(const float4 *)&m->turn[row][4 * (threadIdx.x & 31)]);
@@ -1404,7 +1407,7 @@ SALA_DEVICE void sala_gla_heads(const sala_gla_args *a, const sala_gla_place *at
 }
 
 SALA_DEVICE float4 *sala_gla_saved(const sala_gla_place *at, int slot) { // this thread's part
-    return (float4 *)(at->shared + 1) + slot * 512 + threadIdx.x;
+    return (float4 *)(at->shared + 1) + slot * 1024 + threadIdx.x;
 }
 
 // Advance the state by the rows. Their products with q are summed up a row later, so that neither
@@ -1416,14 +1419,14 @@ SALA_DEVICE void sala_gla_advance(const sala_gla_place *at, bool branched, float
         int fork = branched ? at->shared->fork[i] : 0, save = fork >> 4;
         if (fork & 15)
 #pragma unroll
-            for (int j = 0; j < 4; j++) s[j] = sala_gla_saved(at, (fork & 15) - 1)[j * 128];
+            for (int j = 0; j < 4; j++) s[j] = sala_gla_saved(at, (fork & 15) - 1)[j * 256];
         sala_gla_step(at, i, s);
         float4 x = sala_gla_dot(at, i, s);
         sala_gla_sum(at, max(i - 1, 0), before); // the first is written twice
         before = x;
         if (save)
 #pragma unroll
-            for (int j = 0; j < 4; j++) sala_gla_saved(at, save - 1)[j * 128] = s[j];
+            for (int j = 0; j < 4; j++) sala_gla_saved(at, save - 1)[j * 256] = s[j];
     }
     sala_gla_sum(at, at->count - 1, before);
     __syncthreads();
@@ -1431,7 +1434,7 @@ SALA_DEVICE void sala_gla_advance(const sala_gla_place *at, bool branched, float
 
 // o of the rows from the sums of the warps.
 SALA_DEVICE void sala_gla_write(const sala_gla_args *a, const sala_gla_place *at) {
-    int i = (int)threadIdx.x >> 3, pair = ((int)threadIdx.x & 7) * 2;
+    int i = (int)threadIdx.x >> 4, pair = ((int)threadIdx.x & 15) * 2;
     if (i >= at->count) return;
     float low = 0, high = 0;
 #pragma unroll
@@ -1449,9 +1452,9 @@ SALA_DEVICE sala_gla_place sala_gla_here(const sala_gla_args *a, const sala_seq 
     at.first_row = seq->first_row;
     at.rows = a->o ? seq->rows : 0;
     at.count = seq->pending;
-    at.head = (int)blockIdx.x / SALA_GLA_SLICES;
+    at.head = (int)blockIdx.x / SALA_GLA_BLOCKS;
     at.kv_head = at.head / (MODEL.lin_heads / MODEL.lin_kv_heads);
-    at.column = (int)blockIdx.x % SALA_GLA_SLICES * SALA_GLA_COLUMNS;
+    at.column = (int)blockIdx.x % SALA_GLA_BLOCKS * SALA_GLA_WIDTH;
     at.decay = a->decay[at.head];
     at.state = a->state + ((int64_t)seq->slot * MODEL.lin_heads + at.head) * 128 * 128 +
                sala_state_place(sala_gla_key(), at.column + sala_gla_column());
@@ -1475,11 +1478,11 @@ SALA_DEVICE sala_gla_place sala_gla_begin(const sala_gla_args *a, const sala_seq
     return at;
 }
 
-// Lightning attention over trees, whose rows come depth first. Blocks: (8 slices of each head,
+// Lightning attention over trees, whose rows come depth first. Blocks: (four of each head,
 // sequences). The state is read once; the pending path is replayed and that state stored; then every
 // node advances its parent's state once: chains stay in registers, branches wait in shared memory.
 // Moves 128 KiB of state a head (half of it when nothing is pending). Twin: sala__op_gla_verify.
-extern "C" __global__ void __launch_bounds__(128, 4)
+extern "C" __global__ void __launch_bounds__(256, 2)
     sala_gla_verify(const __grid_constant__ sala_gla_args a) {
     sala_launch_next();
     // Ahead of the wait: rows, states and pending paths come from a copy and from passes before it,

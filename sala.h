@@ -8379,8 +8379,8 @@ static sala__cu_memory sala__on_gpu(const void *pointer) {
     return (sala__cu_memory)(uintptr_t)pointer;
 }
 
-#define SALA__GLA_SHARED 21056    // without saved states; sizeof(sala_gla_shared) in sala.cu
-#define SALA__GLA_SAVED (8 << 10) // one saved state of a block
+#define SALA__GLA_SHARED 25664     // without saved states; sizeof(sala_gla_shared) in sala.cu
+#define SALA__GLA_SAVED (16 << 10) // one saved state of a block
 
 static void sala__launch_embed(sala__gpu *g, const sala_embed_args *a) {
     int shares = (g->dims->hidden + 2047) / 2048; // eight columns a thread
@@ -8401,11 +8401,11 @@ static void sala__launch_gate(sala__gpu *g, const sala_gate_args *a) {
     sala__launch(g, SALA__KERNEL_gate, a->rows, shares, 1, 8 * 4, a); // a float a warp
 }
 
-// A block takes 16 columns of one head of one sequence.
+// A block takes 32 columns of one head of one sequence.
 static void sala__launch_gla_verify(sala__gpu *g, const sala_gla_args *a) {
     sala_gla_args with = *a;
     with.tree_slots = g->tree_slots;
-    sala__launch(g, SALA__KERNEL_gla_verify, g->dims->lin_heads * (g->dims->lin_dim / 16), g->seqs,
+    sala__launch(g, SALA__KERNEL_gla_verify, g->dims->lin_heads * (g->dims->lin_dim / 32), g->seqs,
                  1, SALA__GLA_SHARED + with.tree_slots * SALA__GLA_SAVED, &with);
 }
 

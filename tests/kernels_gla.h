@@ -412,7 +412,7 @@ static void test_gla_verify_trees(void) {
         gla_result before = gla_copy(p), first = before;
         for (int more = 0; more < 2; more++) {
             gla_restore(p, &before);
-            p->tree_slots += 2 * more;
+            p->tree_slots += more && p->tree_slots < 4;
             gla_device(p);
             if (!more) first = gla_copy(p);
             CHECK(gla_same(p, &first), "round %d: %d nodes, %d slots", round, p->rows,
