@@ -13,6 +13,7 @@ static sala_dims draft_dims(void) {
 static void draft_open(void) {
     sala_dims m = draft_dims();
     device_open_units(&m, 1 << 7);
+    memset(gla_kept, 0, sizeof gla_kept); // of another device context
 }
 
 static sala_weight draft_vector(const uint16_t *data, int width) {
