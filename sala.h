@@ -11492,6 +11492,10 @@ static int sala__spec_open(sala *s, sala_error *err) {
     if (test && !p->trees)
         return sala__fail(err, SALA_E_ARGUMENT,
                           "spec-test is about trees: it does not go with spec %s", s->options.spec);
+    if (test && s->config.dims.vocab <= SALA_MAX_NODES) // siblings must be able to differ
+        return sala__fail(err, SALA_E_ARGUMENT,
+                          "spec-test needs more than %d tokens, but the vocabulary has %d",
+                          SALA_MAX_NODES, s->config.dims.vocab);
     if (test) {
         p->test = test[0] == 'o'   ? SALA__TEST_ORACLE
                   : test[0] == 'r' ? SALA__TEST_RANDOM

@@ -389,6 +389,33 @@ static void test_drafts_of_tests(void) {
         }
 }
 
+// Siblings can differ only where there are more tokens than nodes: 33 are enough, 32 are refused.
+static void test_drafts_of_few_tokens(void) {
+    static const char *const tests[] = {"oracle:50", "random", "adversarial"};
+    static const sala__shape shape = {15, 4, 32};
+    int32_t tokens[600];
+    for (int i = 0; i < 600; i++) tokens[i] = below(32);
+    for (int vocab = 33; vocab >= 31; vocab--)
+        for (int k = 0; k < 3; k++) {
+            walk *w = walk_new("off", tokens, 100, 600);
+            sala_error err = {0, ""};
+            w->s.options.spec = "eagle";
+            w->s.options.spec_test = tests[k];
+            w->s.options.spec_tree = "15,4,32";
+            w->s.config.dims.vocab = vocab;
+            w->r.guess = tokens + 100;
+            w->r.guess_count = 300; // then it is not known
+            int code = sala__spec_open(&w->s, &err), sound = 1;
+            CHECK(code == (vocab > 32 ? 0 : SALA_E_ARGUMENT), "%d tokens: %s", vocab, err.text);
+            CHECK(code == 0 || strstr(err.text, "needs more than 32 tokens"), "%s", err.text);
+            while (code == 0 && walk_step(w))
+                if (w->r.max_tokens - w->r.chosen > 20)
+                    sound &= tree_is_sound(&w->r.spec.tree, &shape);
+            CHECK(sound, "%s: a tree is not one", tests[k]);
+            walk_free(w);
+        }
+}
+
 // A request whose trees give less than 1.3 tokens does without them for a while, then for longer.
 static void test_fallback(void) {
     enum { LENGTH = 3000 };
@@ -664,5 +691,5 @@ TEST_MAIN(TEST(test_ngrams_against_brute_force), TEST(test_chain_repeats_a_perio
           TEST(test_chain_lengths), TEST(test_streaks), TEST(test_refuted_chains_stop),
           TEST(test_resumed_chains), TEST(test_levels_by_load), TEST(test_levels_by_measurement),
           TEST(test_chains_by_measurement), TEST(test_means), TEST(test_drafts_of_tests),
-          TEST(test_fallback), TEST(test_settings), TEST(test_chains_of_sala_tiny),
-          TEST(test_same_text))
+          TEST(test_drafts_of_few_tokens), TEST(test_fallback), TEST(test_settings),
+          TEST(test_chains_of_sala_tiny), TEST(test_same_text))
