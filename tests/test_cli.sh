@@ -686,6 +686,17 @@ t_bench_spec() {
         echo '{"class": "x"}' >"$work/prompts" && exits 1 bench -q --spec all --prompts "$work/prompts" &&
         says 'line 1 lacks class or prompt'
 }
+t_bench_spec_faults() { # nothing is left out silently, and what a file says cannot break the report
+    for word in --gemm "--tokenize README.md" --sampled; do
+        exits 2 bench --spec all $word && says '--spec all goes neither with' || return 1
+    done
+    : >"$work/prompts" && exits 1 bench -q --spec all --prompts "$work/prompts" --json && says 'no prompt is in it' && silent &&
+        for i in $(seq 22); do echo "{\"class\": \"c$i\", \"prompt\": \"a\"}"; done >"$work/prompts" &&
+        exits 1 bench -q --spec all --prompts "$work/prompts" --gen-tokens 2 --repeat 1 && says 'more than 21 classes' &&
+        printf '%s\n' '{"class": "a\"\u001b[1m\\", "prompt": "Once"}' >"$work/prompts" &&
+        exits 0 bench -q --spec all --prompts "$work/prompts" --gen-tokens 2 --repeat 1 && prints '^a"?\[1m' &&
+        exits 0 bench -q --spec all --prompts "$work/prompts" --gen-tokens 1 --repeat 1 --json && is_json "$work/out"
+}
 
 # ---- all of them ----
 

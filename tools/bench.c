@@ -397,7 +397,10 @@ static int sala_bench(int argc, char **argv) {
     if (id == 0 && b->chains && !b->fill)
         a.code = cli_fail(id = CLI_USAGE, "--chains goes with --fill (on a GPU)");
     if (!b->repeat) b->repeat = b->spec ? 2 : 5;
-    if (!a.options.spec) a.options.spec = b->spec || b->chains ? "auto" : "off";
+    if (id == 0 && b->spec && (b->gemm || b->text || b->sampled))
+        a.code = cli_fail(id = CLI_USAGE,
+                          "--spec all goes neither with --gemm, --tokenize nor --sampled");
+    if (b->spec || !a.options.spec) a.options.spec = b->spec || b->chains ? "auto" : "off";
     if (id == 0) {
         int64_t need = b->prompt + b->gen * (b->chains ? SALA_MAX_PATH : 1) + 1;
         if (b->spec && !a.options.synthetic) need = 8192; // the prompts of a file

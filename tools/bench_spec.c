@@ -152,6 +152,8 @@ static int spec_add_prompt(spec_bench *x, const char *class, const int32_t *toke
     spec_prompt *p = &x->prompts[n];
     memset(p, 0, sizeof *p);
     snprintf(p->class, sizeof p->class, "%s", class);
+    for (char *c = p->class; *c; c++) // what a file says must not steer a terminal
+        if ((unsigned char)*c < 0x20 || *c == 0x7F) *c = '?';
     p->tokens = (int32_t *)cli_resize(NULL, (size_t)count * sizeof *tokens);
     memcpy(p->tokens, tokens, (size_t)count * sizeof *tokens);
     p->count = count;
@@ -187,16 +189,20 @@ static int spec_read_prompts(spec_bench *x, const char *path) {
         sala_free(x->b->engine, tokens);
         sala__json_free(&j);
     }
+    if (code == CLI_OK && !x->prompt_count)
+        code = cli_fail(CLI_FAILED, "%s: no prompt is in it", path);
     cli_free(&file);
     return code;
 }
 
 static int spec_words(spec_bench *x) { // a model with a tokenizer: class by class
     static const char *const kinds[] = {"off", "ngram", "eagle", "auto"};
-    int code = CLI_OK;
+    int code = CLI_OK, each = x->b->engine->has_draft ? 4 : 3;
     for (int i = 0; i < x->prompt_count && code == CLI_OK; i++) {
         double plain = 0;
         if (i && strcmp(x->prompts[i].class, x->prompts[i - 1].class) == 0) continue;
+        if (x->run_count + each > SPEC_RUNS)
+            return cli_fail(CLI_FAILED, "prompts of more than %d classes", SPEC_RUNS / each);
         for (int k = 0; k < 4 && code == CLI_OK; k++) {
             spec_run r = {.class = x->prompts[i].class, .spec = kinds[k], .sequences = 1};
             if (k == 2 && !x->b->engine->has_draft) continue;
@@ -259,14 +265,16 @@ static void spec_print(const spec_run *r) {
     printf("%-9s %2d %-22s %5.2f %3.0f%% %5.2f %8.3f %7.3f %7.3f %6.3f %8.1f %5.2f %s\n", r->class,
            r->sequences, name, cli_tau(&r->sum), 100 * cli_rate(drafted, spec_verifies(r)),
            cli_rate(given, drafted), 1e3 * spec_step(r), 1e3 * draft, 1e3 * spec_verify(r),
-           1e3 * host, spec_rate(r), spec_rate(r) / r->plain, rights);
+           1e3 * host, spec_rate(r), cli_rate(spec_rate(r), r->plain), rights);
 }
 
 static void spec_print_json(const spec_run *r, int first) {
-    printf("%s{\"class\": \"%s\", \"sequences\": %d, \"spec\": \"%s\", \"test\": \"%s\", \"tree\": "
-           "\"%s\", \"step_seconds\": %.9f, \"tokens_per_second\": %.3f, \"times_plain\": %.4f, ",
-           first ? "[" : ", ", r->class, r->sequences, r->spec, r->test ? r->test : "",
-           r->tree ? r->tree : "", spec_step(r), spec_rate(r), spec_rate(r) / r->plain);
+    printf("%s{\"class\": ", first ? "[" : ", ");
+    cli_json_text(stdout, r->class, strlen(r->class));
+    printf(", \"sequences\": %d, \"spec\": \"%s\", \"test\": \"%s\", \"tree\": \"%s\", "
+           "\"step_seconds\": %.9f, \"tokens_per_second\": %.3f, \"times_plain\": %.4f, ",
+           r->sequences, r->spec, r->test ? r->test : "", r->tree ? r->tree : "", spec_step(r),
+           spec_rate(r), cli_rate(spec_rate(r), r->plain));
     cli_json_spec(&r->sum);
     printf("}");
 }
@@ -355,7 +363,7 @@ static int bench_spec(bench *b, int json) {
         else
             spec_print(&x->runs[i]);
     }
-    if (json) printf("]\n");
+    if (json && x->run_count) printf("]\n");
     if (!json && code == CLI_OK) spec_verdicts(x);
     for (int i = 0; i < x->prompt_count; i++) {
         free(x->prompts[i].tokens);
