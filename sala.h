@@ -10701,7 +10701,8 @@ static void sala__draft_drop(sala *s, int slot) {
     memset(c, 0, sizeof *c);
 }
 
-// Forget what the head knows of a sequence, which has `stored` tokens; it gets a place if there is one.
+// Forget what the head knows of a sequence, which has `stored` tokens; it gets a place if there is one,
+// or else that of a sequence that is only kept.
 static int sala__draft_forget(sala *s, int slot, sala_error *err) {
     sala__draft *d = &s->draft;
     sala__draft_cache *c = &s->sequences[slot].draft;
@@ -10709,6 +10710,11 @@ static int sala__draft_forget(sala *s, int slot, sala_error *err) {
     if (!s->has_draft) return 0;
     for (int i = 0; i < d->places && !c->place; i++)
         if (!d->owner[i]) c->place = i + 1;
+    for (int i = 0; i < d->places && !c->place; i++) {
+        if (s->sequences[d->owner[i] - 1].request) continue;
+        sala__draft_drop(s, d->owner[i] - 1);
+        c->place = i + 1;
+    }
     if (c->place) d->owner[c->place - 1] = 1 + slot;
     c->seen = s->sequences[slot].stored;
     d->slots[slot] = c->place - 1;
@@ -11419,6 +11425,7 @@ static int sala__plan_heads(sala *s, sala__request **active, int count, int spar
         sala__shape shape = p->shape[p->level];
         int room = r->spec.deepest;
         if (r->spec.source != SALA_DRAFT_NONE || r->spec.step < r->spec.trees_from) continue;
+        if (!p->test && !s->sequences[r->slot].draft.place) continue; // teaches nothing of trees
         if (shape.depth > room) shape.depth = room;
         if (shape.nodes > spare + 1) shape.nodes = spare + 1;
         if (shape.depth > shape.nodes - 1) shape.depth = shape.nodes - 1;
@@ -12394,8 +12401,9 @@ static int sala__admit(sala *s, sala__request *r, sala_error *err) {
                           (size_t)(q->page_count + (need > 0 ? need : 0)), 4, "a page table", err);
     if (code < 0) return code;
     q->page_capacity = (int32_t)capacity;
+    int slot = (int)(q - s->sequences);
+    if (r->sequence && !q->draft.place) code = sala__draft_forget(s, slot, err);
     if (!r->sequence) {
-        int slot = (int)(q - s->sequences);
         q->id = r->id; // a sequence is named after the request that began it
         q->stored = q->pending = 0;
         q->root = -1;

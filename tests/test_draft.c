@@ -79,6 +79,7 @@ static sala__sequence *fake(sala *s, int slot, int count, uint64_t seed) {
          &err);
     for (int i = 0; i < count; i++) q->tokens[i] = (int32_t)(check_random() % 2048);
     q->token_count = (size_t)count;
+    q->request = 1; // others cannot have its place
     must(sala__draft_forget(s, slot, &err), &err);
     return q;
 }
@@ -630,6 +631,41 @@ static void test_draft_nothing(void) {
     sala_close(s);
 }
 
+// Sequences that are only kept hold no place that one at work could have; one of those that goes on later
+// has a place again.
+static void test_draft_places(void) {
+    sala_options o;
+    sala_error err;
+    sala_event e;
+    int64_t kept[18], offered[19] = {0};
+    write_head(1, 0);
+    memset(&o, 0, sizeof o);
+    o.synthetic = 1, o.device = "cpu", o.threads = 2, o.max_sequences = 18, o.context = 128;
+    o.draft = head_file, o.spec = "eagle", o.spec_tree = "2,2,5";
+    sala *s = sala_open("models/sala-tiny/config.json", &o, &err);
+    must(s ? 0 : -1, &err);
+    for (int i = 0; i < 19; i++) {
+        const int32_t prompt[] = {5, 6, 7, 8 + i};
+        sala_request r;
+        memset(&r, 0, sizeof r);
+        r.tokens = prompt, r.token_count = 4, r.max_tokens = 4, r.ignore_eos = r.keep = 1;
+        if (i == 18) r.sequence = kept[0];
+        must(sala_submit(s, &r, &err) < 0 ? -1 : 0, &err);
+        for (int code = 1; code > 0;) {
+            must(code = sala_step(s, &err), &err);
+            while (sala_next_event(s, &e)) {
+                if (e.type != SALA_EVENT_FINISH) continue;
+                if (i < 18) kept[i] = e.sequence;
+                offered[i] = e.timings.offered[SALA_DRAFT_EAGLE][1];
+            }
+        }
+        CHECK(offered[i] > 0, "request %d had no tree", i);
+    }
+    for (int i = 0; i < s->draft.places; i++)
+        CHECK(s->sequences[s->draft.owner[i] - 1].draft.place == i + 1, "place %d", i);
+    sala_close(s);
+}
+
 // Wherever memory ends while an engine with a head is opened, one sentence says so and nothing is lost.
 static void test_draft_memory(void) {
     write_head(1, 0);
@@ -777,5 +813,5 @@ static void test_draft_device_engine(void) {
 
 TEST_MAIN(TEST(test_draft_grow), TEST(test_draft_reference), TEST(test_draft_cache),
           TEST(test_draft_window), TEST(test_draft_engine), TEST(test_draft_nothing),
-          TEST(test_draft_features), TEST(test_draft_memory), TEST(test_draft_device),
-          TEST(test_draft_device_engine))
+          TEST(test_draft_places), TEST(test_draft_features), TEST(test_draft_memory),
+          TEST(test_draft_device), TEST(test_draft_device_engine))
