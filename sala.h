@@ -82,8 +82,8 @@
    - Zero means default in every options field, so start from zeroed memory.
    -------------------------------------------------------------------------------------------- */
 
-#define SALA_VERSION "0.4.0"
-#define SALA_VERSION_NUMBER 400 // major * 10000 + minor * 100 + patch
+#define SALA_VERSION "0.5.0"
+#define SALA_VERSION_NUMBER 500 // major * 10000 + minor * 100 + patch
 
 #ifdef SALA_STATIC
 #define SALA_API static __attribute__((unused))
@@ -13099,6 +13099,7 @@ SALA_API int sala_check_weights(sala *s, sala_error *err) {
 
 /*
     HISTORY
+      0.5.0  speculation: n-gram chains, EAGLE-3 heads, verify of trees
       0.4.0  four bits: NVFP4 and INT4 checkpoints, W4A16 and W4A4, the quantiser
       0.3.0  CUDA: kernels of prefill
       0.2.0  CUDA: kernels of the verify pass in BF16, compiled at run time

@@ -1,7 +1,7 @@
 #!/bin/sh
 # The size of the house: lines after clang-format. A part that needs more wants a simpler design. The
-# design's figures are 6500 for sala.h, 3500 for sala.cu, 500 for kernels.h: the first and the last stand
-# above that since the CUDA host part, sala.cu since prefill. They must not grow on unseen.
+# design's figures are 6500 for sala.h, 3500 for sala.cu, 500 for kernels.h: all three stand far above that,
+# since the CUDA host part, prefill, four bits and speculation. They must not grow on unseen.
 status=0
 check() {
     lines=$(wc -l <"$1")
@@ -10,10 +10,10 @@ check() {
     long=$(awk 'length($0) > 120' "$1" | wc -l)
     [ "$long" -eq 0 ] || { echo "$1: $long lines are longer than 120 columns"; status=1; }
 }
-check sala.h 10950
-check sala.cu 4950
-check kernels.h 920
-check main.c 830
+check sala.h 13350
+check sala.cu 5480
+check kernels.h 1150
+check main.c 860
 check tools/quantize.c 1400
 check tools/gptq.h 450
 exit $status
