@@ -345,7 +345,8 @@ typedef struct sala_event {
     const int32_t *blocks; // [sparse layers, row_count, kv_heads, top_k] ascending; -1: no more,
                            // -2: all (dense)
     // tree: `position` is that of the root, `token` the bonus token behind the last accepted node
-    int node_count, source;                  // SALA_DRAFT_*
+    int node_count, source; // SALA_DRAFT_*
+    int paused; // no draft, since such drafts have not paid of late: there will be another trial
     const int32_t *node_token, *node_parent; // [node_count]
     const int32_t *node_accepted;            // [node_count] 1 where the output goes along
     const float *node_score;                 // [node_count] log probability by the draft
@@ -9226,7 +9227,7 @@ typedef struct sala__spec {
     int32_t pause;                   // steps that the last pause of trees took
     int64_t before;                  // tokens chosen when the tree was planned
     sala_tree tree;                  // of this verify
-    int32_t source, level;           // SALA_DRAFT_*, of the policy
+    int32_t source, level, paused;   // SALA_DRAFT_*, of the policy; see sala_event
     int32_t
         deepest; // depth that a node of the next tree may have; then it fits pages and max_tokens
     int32_t row[SALA_MAX_NODES]; // of each of its nodes, from the sequence's first row on
@@ -9285,10 +9286,10 @@ typedef struct sala__draft {
 #define SALA__LEVELS 3 // 0: the root alone
 #define SALA__COSTS 16 // kinds of verify passes, by rows
 
-typedef struct sala__mean { // of seconds: fading, see sala__mean_add
-    double value;
+typedef struct sala__least { // of seconds: see sala__least_add
+    double now, before;
     int32_t count;
-} sala__mean;
+} sala__least;
 
 // What the engine drafts, and what it has learnt about the price and the yield.
 typedef struct sala__policy {
@@ -9301,9 +9302,11 @@ typedef struct sala__policy {
     int32_t level, level_calm;  // what runs; steps in a row in which another looked better
     int64_t step, retry_from;   // verifies; level 0 is left for a new trial from this one on
     int32_t retry;              // steps from one such trial to the next
+    int32_t told;               // that trees were left
     double yield[SALA__LEVELS]; // tokens of a verify, per sequence
-    sala__mean draft[SALA__LEVELS]; // seconds of making all trees of a step
-    sala__mean cost[SALA__COSTS];   // seconds of a verify
+    int32_t tried[SALA__LEVELS], given[SALA__LEVELS]; // trees since the trial began, their tokens
+    sala__least draft[SALA__LEVELS];                  // seconds of making all trees of a step
+    sala__least cost[SALA__COSTS];                    // seconds of a verify
 } sala__policy;
 
 enum { SALA__WAITING, SALA__PREFILL, SALA__DECODE };
@@ -11257,19 +11260,20 @@ static const double sala__hopes[SALA__LEVELS] = {1, 2.7, 3}; // tokens of a veri
 static const int sala__cost_rows[SALA__COSTS] = {1,  2,  3,  4,  6,  8,   12,  16,
                                                  24, 32, 48, 64, 96, 128, 192, 256};
 
-// Take one more measurement. The first one of its kind holds what happens only once (kernels that are
-// loaded, a graph that is recorded); later ones of that sort count little.
-static void sala__mean_add(sala__mean *m, double x) {
-    if (++m->count <= 2 || x < m->value / 2) {
-        m->value = x;
-        return;
-    }
-    int n = m->count < 32 ? m->count - 1 : 32;
-    m->value += ((x < 2 * m->value ? x : 2 * m->value) - m->value) / n;
+// Take one more measurement. Other work on the machine only adds to it, so the least of the last 32 to 64
+// counts; lasting change is followed.
+static void sala__least_add(sala__least *m, double x) {
+    if (m->count++ % 32 == 0) m->before = m->now, m->now = x;
+    if (x < m->now) m->now = x;
 }
 
-static int sala__mean_known(const sala__mean *m) {
-    return m->count >= 3;
+static double sala__least_value(const sala__least *m) {
+    return m->count > 32 && m->before < m->now ? m->before : m->now;
+}
+
+// The first one may hold what happens only once (kernels that are loaded, a graph that is recorded).
+static int sala__least_known(const sala__least *m) {
+    return m->count >= 2;
 }
 
 static int sala__cost_index(int rows) {
@@ -11278,17 +11282,26 @@ static int sala__cost_index(int rows) {
     return i;
 }
 
+// Seconds of a pass of such a size: no more than the least of a larger one.
+static double sala__cost_at(const sala__policy *p, int i) {
+    double least = sala__least_value(&p->cost[i]);
+    for (; i < SALA__COSTS; i++)
+        if (sala__least_known(&p->cost[i])) least = fmin(least, sala__least_value(&p->cost[i]));
+    return least;
+}
+
 // Seconds of a verify of so many rows: between measured ones in proportion, beyond them as the nearest,
 // so that what is not known gets a trial. 0: nothing is known.
 static double sala__cost(const sala__policy *p, int rows) {
     int i = sala__cost_index(rows), low = i, high = i;
-    while (low >= 0 && !sala__mean_known(&p->cost[low])) low--;
-    while (high < SALA__COSTS && !sala__mean_known(&p->cost[high])) high++;
-    if (low < 0) return high < SALA__COSTS ? p->cost[high].value : 0;
-    if (high == SALA__COSTS || high == low) return p->cost[low].value;
+    while (low >= 0 && !sala__least_known(&p->cost[low])) low--;
+    while (high < SALA__COSTS && !sala__least_known(&p->cost[high])) high++;
+    if (low < 0) return high < SALA__COSTS ? sala__cost_at(p, high) : 0;
+    if (high == SALA__COSTS || high == low) return sala__cost_at(p, low);
     double share = (double)(sala__cost_rows[i] - sala__cost_rows[low]) /
-                   (sala__cost_rows[high] - sala__cost_rows[low]);
-    return p->cost[low].value + share * (p->cost[high].value - p->cost[low].value);
+                   (sala__cost_rows[high] - sala__cost_rows[low]),
+           below = sala__cost_at(p, low);
+    return below + share * (sala__cost_at(p, high) - below);
 }
 
 // The level that so many sequences allow: down at once, up after 16 steps that allow it.
@@ -11305,9 +11318,17 @@ static void sala__load_level(sala__policy *p, int sequences) {
 
 // How much faster than plain decoding a level is, by what was measured; 0: not known yet.
 static double sala__gain(const sala__policy *p, int level, int sequences) {
-    if (!sala__mean_known(&p->draft[level])) return 0;
-    double step = sala__cost(p, sequences * p->shape[level].nodes) + p->draft[level].value;
+    const sala__least *draft = &p->draft[level];
+    if (!sala__least_known(draft)) draft = &p->draft[SALA__LEVELS - level]; // the other one
+    if (!sala__least_known(draft)) return 0;
+    double step = sala__cost(p, sequences * p->shape[level].nodes) + sala__least_value(draft);
     return step > 0 ? p->yield[level] * sala__cost(p, sequences) / step : 0;
+}
+
+// Have the 16 trees of a trial shown that they bring nothing?
+static int sala__level_failed(const sala__policy *p) {
+    int tried = p->tried[p->level];
+    return p->level && tried >= 16 && tried < 32 && p->given[p->level] < 1.3 * tried;
 }
 
 // The level of this step: what the load allows and measurements do not speak against for 16 steps.
@@ -11317,17 +11338,21 @@ static void sala__choose_level(sala__policy *p, int sequences) {
     if (p->forced) return;
     if (p->level == 0 && p->step >= p->retry_from) { // the text may have become another
         memcpy(p->yield, sala__hopes, sizeof p->yield);
+        memset(p->tried, 0, sizeof p->tried);
+        memset(p->given, 0, sizeof p->given);
         p->retry_from = p->step + p->retry;
     }
-    int best = p->cap;
-    for (; best > 0; best--) {
+    int best = p->cap, failed = sala__level_failed(p);
+    for (; best > 0 && !failed; best--) {
         double gain = sala__gain(p, best, sequences);
         if (gain == 0 || gain > (best == p->level ? 1.03 : 1.10)) break;
     }
+    if (failed) best = 0;
     p->level_calm = best == p->level ? 0 : p->level_calm + 1;
-    if (p->level_calm < 16) return;
+    if (p->level_calm < 16 && !failed) return;
     for (int l = 1; l < p->level; l++) // a smaller tree of this head gives no more
         if (p->yield[l] > p->yield[p->level]) p->yield[l] = p->yield[p->level];
+    if (failed) p->yield[1] = p->yield[2] = 1; // until the next trial
     if (best == 0) {
         p->retry = p->retry < 1 << 14 ? 2 * p->retry : 1 << 15;
         p->retry_from = p->step + p->retry;
@@ -11338,7 +11363,7 @@ static void sala__choose_level(sala__policy *p, int sequences) {
 
 // What a verify of so many rows took.
 static void sala__plan_learn(sala *s, int rows, double seconds) {
-    if (s->policy.on) sala__mean_add(&s->policy.cost[sala__cost_index(rows)], seconds);
+    if (s->policy.on) sala__least_add(&s->policy.cost[sala__cost_index(rows)], seconds);
 }
 
 // What the last tree of a request taught: it gave the tokens that were chosen since.
@@ -11348,12 +11373,16 @@ static void sala__plan_review(sala__policy *p, sala__request *r) {
     if (c->source == SALA_DRAFT_NGRAM) sala__ngram_learn(c, given - 1);
     if (c->source != SALA_DRAFT_NGRAM && c->aligned) c->aligned += given;
     if (c->source == SALA_DRAFT_EAGLE) {
-        p->yield[c->level] += (given - p->yield[c->level]) / 64;
+        p->given[c->level] += given;
+        if (++p->tried[c->level] == 16) p->yield[c->level] = p->given[c->level] / 16.0;
+        if (p->tried[c->level] == 128) p->tried[c->level] /= 2, p->given[c->level] /= 2;
+        if (p->tried[c->level] > 16) p->yield[c->level] += (given - p->yield[c->level]) / 64;
         c->tree_steps++;
         c->tree_sum += given;
     }
     c->before = r->chosen;
     c->source = SALA_DRAFT_NONE;
+    c->paused = 0;
     c->step++;
     if (c->tree_steps < 64) return;
     int failed = !p->forced && c->tree_sum < 83; // 1.3 tokens a tree
@@ -11363,18 +11392,24 @@ static void sala__plan_review(sala__policy *p, sala__request *r) {
 }
 
 // Of chains up to `length` the one that makes the step fastest, if `rows` rows give `tokens` without it.
-static int sala__chain_that_pays(const sala__policy *p, const sala__spec *c, int rows,
-                                 double tokens, int length) {
-    double plain = sala__cost(p, rows), best = plain > 0 ? tokens / plain : 0, more = 0;
-    double each = c->first[c->resumed].right / c->first[c->resumed].tried;
-    int pays = 0;
-    if (p->forced || plain == 0) return length;
+// The request's own rates of success tell how many tokens to expect. None at all is the answer only after
+// many chains and clearly so, and then for a while: a price that was measured beside other work is too
+// high, and what is not tried is not learnt.
+static int sala__chain_that_pays(const sala__policy *p, sala__spec *c, int rows, double tokens,
+                                 int length) {
+    sala__share *first = &c->first[c->resumed];
+    double best = 0, more = 0, each = first->right / first->tried, plain = sala__cost(p, rows);
+    int pays = length;
+    if (p->forced || p->cost[sala__cost_index(rows + length)].count < 8) return length;
     for (int n = 1; n <= length; n++, each *= c->later.right / c->later.tried) {
         more += each;
         double rate = (tokens + more) / sala__cost(p, rows + n);
         if (rate > best) best = rate, pays = n;
     }
-    return pays;
+    if (first->tried < 10 || best > 0.95 * tokens / plain) return pays;
+    first->right /= 2, first->tried /= 2; // for the next trial
+    c->chains_from = c->step + 64;
+    return 0;
 }
 
 // A chain for one request, if its text has come before. Returns the nodes behind the root, or an error.
@@ -11398,6 +11433,7 @@ static int sala__plan_chain(sala *s, sala__request *r, int sequences, int rows, 
         length = room;
     }
     if (length > 0) length = sala__chain_that_pays(p, c, rows, sequences, length);
+    c->paused |= match && c->step < c->chains_from;
     if (length <= 0) return 0;
     sala__ngram_chain(&c->tree, q->tokens, count, place, length);
     c->place = place;
@@ -11418,7 +11454,9 @@ static int sala__plan_heads(sala *s, sala__request **active, int count, int spar
         sala__request *r = active[i];
         sala__shape shape = p->shape[p->level];
         int room = r->spec.deepest;
-        if (r->spec.source != SALA_DRAFT_NONE || r->spec.step < r->spec.trees_from) continue;
+        if (r->spec.source != SALA_DRAFT_NONE) continue;
+        r->spec.paused |= r->spec.step < r->spec.trees_from;
+        if (r->spec.step < r->spec.trees_from) continue;
         if (shape.depth > room) shape.depth = room;
         if (shape.nodes > spare + 1) shape.nodes = spare + 1;
         if (shape.depth > shape.nodes - 1) shape.depth = shape.nodes - 1;
@@ -11439,7 +11477,7 @@ static int sala__plan_heads(sala *s, sala__request **active, int count, int spar
         which[i]->spec.source = SALA_DRAFT_EAGLE;
         which[i]->spec.level = p->level;
     }
-    sala__mean_add(&p->draft[p->level], sala__now() - began);
+    sala__least_add(&p->draft[p->level], sala__now() - began);
     return code;
 }
 
@@ -11455,12 +11493,13 @@ static int sala__plan_trees(sala *s, sala__request **active, int count, int rows
     p->step++;
     int level = p->level;
     sala__choose_level(p, count);
-    if (p->trees && level && !p->level && p->cap)
+    if (p->trees && level && !p->level && p->cap && p->tried[level] >= 16 && !p->told++)
         sala__log(&s->env, SALA_LOG_INFO,
-                  "the draft head is left alone for %d steps: its trees give %.2f tokens, and each "
-                  "takes the time of %.2f plain steps",
-                  p->retry, p->yield[level], p->yield[level] / sala__gain(p, level, count));
-    int used = count, known = p->forced || sala__mean_known(&p->cost[sala__cost_index(count)]);
+                  "the draft head does not pay: its last %d trees gave %.2f tokens each; it gets "
+                  "another trial after %d steps",
+                  p->tried[level], (double)p->given[level] / p->tried[level], p->retry);
+    int used = count, known = p->forced || sala__least_known(&p->cost[sala__cost_index(count)]);
+    for (int i = 0; i < count; i++) active[i]->spec.paused = p->trees && p->cap && !p->level;
     for (int i = 0; i < count && p->chains; i++) {
         int more = sala__plan_chain(s, active[i], count, used, rows - used, err);
         if (more < 0) return more;
@@ -12883,6 +12922,7 @@ static int sala__tree_event(sala *s, const sala__request *r, const int32_t *path
     e->position = s->position[path[0]];
     e->token = s->choices[path[count - 1]].token;
     e->source = r->spec.source;
+    e->paused = r->spec.paused;
     e->node_count = t->count;
     int32_t *to = s->event_nodes + at;
     memcpy(to, t->token, n * 4);
