@@ -4588,18 +4588,43 @@ static float sala__read_number(const char *text) {
     return (float)node.number;
 }
 
-// "depth,topk,nodes" of a tree that can be made: deep enough nodes, and not more than the levels hold.
+// "depth,topk,nodes" of a tree that can be made. Returns 0, or what is wrong: SALA__SHAPE_*.
+enum {
+    SALA__SHAPE_FORM = 1,
+    SALA__SHAPE_DEPTH,
+    SALA__SHAPE_TOPK,
+    SALA__SHAPE_NODES,
+    SALA__SHAPE_MANY
+};
+
 static int sala__shape_read(const char *text, sala__shape *shape) {
     int32_t *const out[] = {&shape->depth, &shape->topk, &shape->nodes};
     for (int i = 0; i < 3; i++) {
         size_t digits = strspn(text, "0123456789");
-        if (digits < 1 || digits > 2 || text[digits] != (i < 2 ? ',' : 0)) return -1;
+        if (digits < 1 || digits > 2 || text[digits] != (i < 2 ? ',' : 0)) return SALA__SHAPE_FORM;
         *out[i] = digits == 1 ? text[0] - '0' : 10 * (text[0] - '0') + text[1] - '0';
         text += digits + 1;
     }
     int d = shape->depth, k = shape->topk, n = shape->nodes;
-    int fits = d >= 1 && d < SALA_MAX_PATH && k >= 1 && k <= SALA_MAX_TOPK;
-    return fits && n > d && n <= SALA_MAX_NODES && n <= 1 + k + (d - 1) * k * k ? 0 : -1;
+    if (d < 1 || d >= SALA_MAX_PATH) return SALA__SHAPE_DEPTH;
+    if (k < 1 || k > SALA_MAX_TOPK) return SALA__SHAPE_TOPK;
+    if (n <= d || n > SALA_MAX_NODES) return SALA__SHAPE_NODES;
+    return n > 1 + k + (d - 1) * k * k ? SALA__SHAPE_MANY : 0;
+}
+
+static void sala__shape_advice(const char *text, char *right, size_t size) {
+    sala__shape s = {0, 0, 0};
+    int wrong = sala__shape_read(text, &s), n = 0;
+    n = snprintf(right, size, "depth,topk,nodes like 7,2,15");
+    right += n, size -= (size_t)n;
+    if (wrong == SALA__SHAPE_DEPTH) snprintf(right, size, " with depth 1 to %d", SALA_MAX_PATH - 1);
+    if (wrong == SALA__SHAPE_TOPK) snprintf(right, size, " with topk 1 to %d", SALA_MAX_TOPK);
+    if (wrong == SALA__SHAPE_NODES)
+        snprintf(right, size, " with nodes (the root is one) from %d, depth + 1, to %d",
+                 s.depth + 1, SALA_MAX_NODES);
+    if (wrong == SALA__SHAPE_MANY)
+        snprintf(right, size, "; %d levels of topk %d hold no more than %d nodes", s.depth, s.topk,
+                 1 + s.topk + (s.depth - 1) * s.topk * s.topk);
 }
 
 // ---- checking ----
@@ -4634,10 +4659,7 @@ static int sala__bad_setting(const sala__setting *e, const char *shown, sala_err
     else if (e->kind == SALA__SET_TEXT)
         snprintf(right, sizeof right, "%s", e->words);
     else if (e->kind == SALA__SET_TREE)
-        snprintf(right, sizeof right,
-                 "depth,topk,nodes like 7,2,15: depth 1 to %d, topk 1 to %d, nodes above depth, at "
-                 "most %d and no more than such levels hold",
-                 SALA_MAX_PATH - 1, SALA_MAX_TOPK, SALA_MAX_NODES);
+        sala__shape_advice(shown, right, sizeof right);
     else if (e->kind == SALA__SET_FLAG)
         snprintf(right, sizeof right, "0 or 1");
     else if (e->kind == SALA__SET_SEED)

@@ -442,21 +442,22 @@ static void test_settings(void) {
         {"spec", "eagle"},          {"draft", "some/folder"}, {"spec-tree", "7,2,15"},
         {"spec_tree", "15,1,16"},   {"spec-tree", "15,4,32"}, {"draft-window", "32K"},
         {"spec-test", "oracle:85"}, {"spec-test", "oracle"},  {"spec-test", "adversarial"}};
-    static const char *const bad[][3] = {{"spec", "on", "one of: auto off ngram eagle"},
-                                         {"draft", "", "a folder"},
-                                         {"spec-tree", "7,2", "depth,topk,nodes like 7,2,15"},
-                                         {"spec-tree", "7,2,15,1", "depth,topk,nodes"},
-                                         {"spec-tree", "16,2,20", "depth 1 to 15"},
-                                         {"spec-tree", "7,5,15", "topk 1 to 4"},
-                                         {"spec-tree", "7,2,33", "at most 32"},
-                                         {"spec-tree", "7,2,7", "nodes above depth"},
-                                         {"spec-tree", "3,1,5", "no more than such levels hold"},
-                                         {"spec-tree", "0,2,15", "depth"},
-                                         {"spec-tree", "7, 2,15", "depth"},
-                                         {"spec-tree", "", "depth"},
-                                         {"draft-window", "100", "a multiple of 64"},
-                                         {"spec-test", "oracle:", "one of"},
-                                         {"spec-test", "oracle:high", "one of"}};
+    static const char *const bad[][3] = {
+        {"spec", "on", "one of: auto off ngram eagle"},
+        {"draft", "", "a folder"},
+        {"spec-tree", "7,2", "depth,topk,nodes like 7,2,15"},
+        {"spec-tree", "7,2,15,1", "depth,topk,nodes"},
+        {"spec-tree", "16,2,20", "with depth 1 to 15"},
+        {"spec-tree", "7,5,15", "with topk 1 to 4"},
+        {"spec-tree", "7,2,33", "from 8, depth + 1, to 32"},
+        {"spec-tree", "7,2,7", "from 8, depth"},
+        {"spec-tree", "3,1,5", "3 levels of topk 1 hold no more than 4 nodes"},
+        {"spec-tree", "0,2,15", "with depth 1"},
+        {"spec-tree", "7, 2,15", "depth"},
+        {"spec-tree", "", "depth"},
+        {"draft-window", "100", "a multiple of 64"},
+        {"spec-test", "oracle:", "one of"},
+        {"spec-test", "oracle:high", "one of"}};
     sala_options o;
     sala_error err;
     memset(&o, 0, sizeof o);
