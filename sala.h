@@ -388,7 +388,7 @@ typedef struct sala_info {
     int64_t decode_bytes; // read for one token of one short sequence: linear layers, head, state
     char spec[256];       // "auto: EAGLE-3 (7,2,15), (5,2,11) and n-grams": what runs, and why
     char draft[160];      // "437 M parameters, NVFP4, layers 1 15 28", or ""
-    int64_t node_bytes;   // verify scratch of one row: k, v of all layers
+    int64_t node_bytes;   // verify scratch of one row: k, v of all layers, compressed
     // Live counters.
     int sequences_resident, requests_waiting, requests_active;
     int64_t kv_tokens_total, kv_tokens_reserved;
@@ -10538,6 +10538,10 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
                         p->scratch_bytes;
     info->kv_bytes_per_token = p->pages ? p->kv_bytes / p->pages / m->block : 0;
     info->state_bytes_per_sequence = (int64_t)p->state * 4 * s->lightning_layers;
+    info->node_bytes =
+        (int64_t)sizeof(sala_act) *
+        (4 * s->sparse_layers * (int64_t)m->kv_heads * m->head_dim + // both tiers too
+         2 * s->lightning_layers * (int64_t)m->lin_kv_heads * m->lin_dim);
     info->decode_bytes = s->weights.decode_bytes + sala__state_traffic(s);
     sala__spec_text(s, info->spec, sizeof info->spec);
     for (int i = 0; s->sequences && i < p->slots; i++) {
