@@ -9225,10 +9225,6 @@ typedef struct sala__sequence {
     sala__draft_cache draft;
 } sala__sequence;
 
-typedef struct sala__share { // of guesses that were right; the past fades
-    double right, tried;
-} sala__share;
-
 // Speculation of one request: its index of n-grams, how drafts did, and what is tried next.
 typedef struct sala__spec {
     // Places in the history of the sequence where four tokens end, plus 1: the last one of each hash,
@@ -9241,8 +9237,10 @@ typedef struct sala__spec {
     // stood there where the root stands now, 0: none. Resumed chains in a row that failed: `lost`.
     int64_t place, aligned;
     int32_t resumed, lost;
-    // How often the first token of a chain was right, [resumed], and those behind right ones; fading.
-    sala__share first[2], later;
+    // Of the latest 8 to 24 chains: tokens that they gave, and had to give to be worth their time. They are
+    // cut to half their length: `halved`.
+    int32_t chains, halved;
+    double got, price;
     int32_t tree_steps, tree_sum;    // trees of a head in this window, and the tokens they gave
     int64_t step;                    // verifies of this request
     int64_t chains_from, trees_from; // no chain, no tree before this step
@@ -10637,9 +10635,6 @@ static int sala__ngram_index(sala *s, sala__request *r, sala_error *err) {
         c->chain_mask = (uint32_t)(size - 1);
         c->chain_room = room;
         c->indexed = SALA__NGRAM - 1;
-        const sala__share first = {2, 3}, later = {9, 10}; // until there is more to go by
-        c->first[0] = c->first[1] = first;
-        c->later = later;
     }
     int64_t end = (int64_t)q->token_count - 1;
     for (; c->indexed < end && c->indexed < c->chain_room; c->indexed++) {
@@ -10669,17 +10664,11 @@ static int sala__ngram_match(const sala__spec *c, const int32_t *tokens, int64_t
     return best < SALA__NGRAM ? 0 : best;
 }
 
-static void sala__share_add(sala__share *s, int right, int tried, int most) {
-    double fade = s->tried > most ? 0.5 : 1;
-    s->right = fade * (s->right + right);
-    s->tried = fade * (s->tried + tried);
-}
-
 // What the last chain of this request taught. A chain that can give no more than it did is no failure.
 static void sala__ngram_learn(sala__spec *c, int accepted) {
     int offered = c->tree.count - 1, good = accepted >= 4 || accepted == offered;
-    sala__share_add(&c->first[c->resumed], accepted > 0, 1, 16);
-    if (accepted) sala__share_add(&c->later, accepted - 1, accepted - (accepted == offered), 64);
+    c->got += accepted;
+    if (++c->chains == 24) c->chains = 12, c->got /= 2, c->price /= 2;
     c->aligned = accepted || c->resumed ? c->place + 1 + accepted : 0;
     c->lost = c->resumed && !accepted ? c->lost + 1 : 0;
     if (c->lost == 3) c->aligned = c->lost = 0;
@@ -11417,25 +11406,27 @@ static void sala__plan_review(sala__policy *p, sala__request *r) {
     c->tree_steps = c->tree_sum = 0;
 }
 
-// Of chains up to `length` the one that makes the step fastest, if `rows` rows give `tokens` without it.
-// The request's own rates of success tell how many tokens to expect. None at all is the answer only after
-// many chains and clearly so, and then for a while: a price that was measured beside other work is too
-// high, and what is not tried is not learnt.
-static int sala__chain_that_pays(const sala__policy *p, sala__spec *c, int rows, double tokens,
-                                 int length) {
-    sala__share *first = &c->first[c->resumed];
-    double best = 0, more = 0, each = first->right / first->tried, plain = sala__cost(p, rows);
-    int pays = length;
-    if (p->forced || p->cost[sala__cost_index(rows + length)].count < 8) return length;
-    for (int n = 1; n <= length; n++, each *= c->later.right / c->later.tried) {
-        more += each;
-        double rate = (tokens + more) / sala__cost(p, rows + n);
-        if (rate > best) best = rate, pays = n;
+// How many more tokens a chain of `length` must give to be worth its time, where a step of `rows` rows gives
+// at least `tokens`. Beside other work a long pass is disturbed more often than a short one: until many
+// of its size were measured, no more than a quarter of a step a row is believed.
+static double sala__chain_price(const sala__policy *p, int rows, int tokens, int length) {
+    double plain = sala__cost(p, rows), price = 0;
+    if (plain > 0) price = sala__cost(p, rows + length) / plain - 1;
+    if (p->cost[sala__cost_index(rows + length)].count < 24) price = fmin(price, 0.25 * length);
+    return price * tokens;
+}
+
+// The length that the request's chains have earned: all of it; half of it after eight and more that gave
+// clearly less than their price; then none for a while.
+static int sala__chain_that_pays(sala__spec *c, int length) {
+    if (c->chains >= 8 && c->chains + c->got < 0.95 * (c->chains + c->price)) {
+        c->chains = 0;
+        c->got = c->price = 0;
+        c->halved = !c->halved;
+        if (!c->halved) c->chains_from = c->step + 128;
     }
-    if (first->tried < 10 || best > 0.95 * tokens / plain) return pays;
-    first->right /= 2, first->tried /= 2; // for the next trial
-    c->chains_from = c->step + 64;
-    return 0;
+    if (c->step < c->chains_from) return 0;
+    return c->halved ? (length + 1) / 2 : length;
 }
 
 // A chain for one request, if its text has come before. Returns the nodes behind the root, or an error.
@@ -11458,7 +11449,10 @@ static int sala__plan_chain(sala *s, sala__request *r, int sequences, int rows, 
         place = c->aligned;
         length = room;
     }
-    if (length > 0) length = sala__chain_that_pays(p, c, rows, sequences, length);
+    if (length > 0 && !p->forced) {
+        length = sala__chain_that_pays(c, length);
+        if (length > 0) c->price += sala__chain_price(p, rows, sequences, length);
+    }
     c->paused |= match && c->step < c->chains_from;
     if (length <= 0) return 0;
     sala__ngram_chain(&c->tree, q->tokens, count, place, length);

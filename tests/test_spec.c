@@ -171,9 +171,7 @@ static void test_streaks(void) {
     c.tree.count = 2; // one token was offered, and right: no failure
     sala__ngram_learn(&c, 1);
     CHECK(c.misses == 0, "a chain of one");
-    CHECK(c.first[0].right <= c.first[0].tried && c.first[0].tried < 17 &&
-              c.later.right <= c.later.tried && c.later.tried < 80,
-          "%g of %g, %g of %g", c.first[0].right, c.first[0].tried, c.later.right, c.later.tried);
+    CHECK(c.chains == 14 && c.got == 19, "%d chains gave %g", c.chains, c.got);
 }
 
 // The same key, each time followed by something else: chains are refuted, fewer and fewer are tried, and
@@ -287,7 +285,7 @@ static double flat(int rows) { // memory-bound
     return 1e-3 + 1e-6 * rows;
 }
 static double steep(int rows) { // compute-bound
-    return 1e-4 * rows;
+    return 1e-4 + 0.5e-4 * (rows - 1);
 }
 
 // A chain runs only where its rows cost less than the tokens that it may give.
@@ -302,8 +300,8 @@ static void test_chains_by_measurement(void) {
     for (int i = 0; i < 3; i++)
         while (walk_step(w[i])) continue;
     CHECK(w[0]->chains > 20, "%d chains where rows are free", w[0]->chains);
-    CHECK(w[1]->tokens * steep(1) > 0.93 * w[1]->seconds,
-          "%d tokens at %g steps each where each row costs a step", w[1]->tokens,
+    CHECK(w[1]->tokens * steep(1) > 0.85 * w[1]->seconds,
+          "%d tokens at %g steps each where each row costs half a step", w[1]->tokens,
           w[1]->seconds / w[1]->tokens / steep(1));
     CHECK(w[2]->chains > 20, "%d chains where nothing is measured", w[2]->chains);
     int chains = w[0]->chains;
