@@ -694,7 +694,7 @@ t_spec_head() {
         exits 0 run -q -n 12 --spec eagle --draft "$work/head" --show-tree && says '^step 1 at 16: tree of 15 nodes, ' &&
         says ': tree of [1-9][0-9]* nodes (few tokens are left), ' && says '^step [0-9]*: no draft (the last token)$' &&
         exits 0 run -q -n 12 --draft "$work/head" --json && is_json "$work/out" && prints '"tree": "by load", ' &&
-        exits 0 info --draft "$work/head" && prints '^draft head  *0.*layers 1 3 4'
+        exits 0 info --draft "$work/head" && prints '^draft head  *1.4 M parameters, BF16, layers 1 3 4'
 }
 t_bench_spec() {
     grep -e json -e code tests/data/spec_prompts.jsonl >"$work/prompts" &&

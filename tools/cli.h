@@ -439,7 +439,7 @@ static void cli_print_options(const char *title, const cli_option *o, const cli_
     printf("\n%s\n", title);
     for (; o->name; o++) {
         char left[64];
-        const cli_option *same = o == own ? NULL : own;
+        const cli_option *same = own;
         while (same && same->name && strcmp(same->name, o->name) != 0) same++;
         if (same && same->name) continue;
         int n = o->id > 0 && o->id < 256
@@ -455,7 +455,7 @@ static const char *cli_program = "sala ", *cli_help = "sala help";
 
 static void cli_print_help(const cli_command *c) {
     printf("usage: %s%s", cli_program, c->about);
-    cli_print_options("Options of this command", c->own, c->own);
+    cli_print_options("Options of this command", c->own, NULL);
     cli_print_options("Model and output", cli_common, c->own);
     if (c->groups & CLI_REQUEST) cli_print_options("What is generated", cli_request, c->own);
     if (c->groups & CLI_ENGINE)
