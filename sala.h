@@ -9236,7 +9236,7 @@ typedef struct sala__spec {
     // The chain that was planned last begins behind `place`; `aligned` is the place of the token that
     // stood there where the root stands now, 0: none. Resumed chains in a row that failed: `lost`.
     int64_t place, aligned;
-    int32_t resumed, lost;
+    int32_t resumed, lost, run; // run: tokens that were right in this alignment
     // Of the latest 8 to 24 chains: tokens that they gave, and had to give to be worth their time. They are
     // cut to half their length: `halved`.
     int32_t chains, halved;
@@ -10670,6 +10670,7 @@ static void sala__ngram_learn(sala__spec *c, int accepted) {
     c->got += accepted;
     if (++c->chains == 24) c->chains = 12, c->got /= 2, c->price /= 2;
     c->aligned = accepted || c->resumed ? c->place + 1 + accepted : 0;
+    c->run = accepted + (c->resumed ? c->run : 0);
     c->lost = c->resumed && !accepted ? c->lost + 1 : 0;
     if (c->lost == 3) c->aligned = c->lost = 0;
     if (c->resumed) return;
@@ -11447,7 +11448,8 @@ static int sala__plan_chain(sala *s, sala__request *r, int sequences, int rows, 
     c->resumed = length == 0 && c->aligned && !tree && c->step >= c->chains_from;
     if (c->resumed) { // another value stood there, what surrounds it may go on as it did
         place = c->aligned;
-        length = room;
+        length = 4 * c->run >> c->lost;
+        if (length > room) length = room;
     }
     if (length > 0 && !p->forced) {
         length = sala__chain_that_pays(c, length);

@@ -211,8 +211,14 @@ static void test_resumed_chains(void) {
     w = walk_new("ngram", tokens, 55, LENGTH); // the last token is a new value
     sala__request *r = &w->r;
     r->spec.aligned = 41;
+    r->spec.run = 9;
     r->spec.deepest = 15;
     CHECK(sala__plan_chain(&w->s, r, 1, 1, 31, NULL) == 15 && r->spec.resumed, "nothing resumed");
+    r->spec.aligned = 41; // little was right before, and then nothing: little is offered
+    r->spec.run = 3;
+    r->spec.lost = 1;
+    sala__tree_root(&r->spec.tree, 0);
+    CHECK(sala__plan_chain(&w->s, r, 1, 1, 31, NULL) == 6, "too much is resumed");
     r->spec.aligned = 41;
     w->s.policy.trees = 1; // a head's trees do not stand back for that
     CHECK(sala__plan_chain(&w->s, r, 1, 1, 31, NULL) == 0, "in place of a tree");
