@@ -84,7 +84,7 @@ static int take_event(generation *g, const sala_event *e) {
         if (g->logprobs) add_logprobs(g->logprobs, e);
         if (g->echo) add_space(g, e);
     }
-    if (e->type == SALA_EVENT_TREE) tree_show(&g->tree, g->engine, e);
+    if (e->type == SALA_EVENT_TREE) tree_show(&g->tree, e);
     if (e->type == SALA_EVENT_FINISH) {
         g->finish_reason = e->finish_reason;
         g->sequence = e->sequence;
@@ -95,7 +95,7 @@ static int take_event(generation *g, const sala_event *e) {
     if (!g->print) return CLI_OK;
     cli_progress_clear();
     fwrite(e->text, 1, e->text_bytes, stdout);
-    g->tree.column = e->text[e->text_bytes - 1] != '\n';
+    cli_text_open = e->text[e->text_bytes - 1] != '\n';
     return cli_flush();
 }
 
@@ -107,6 +107,7 @@ static int generate(generation *g, const sala_request *request) {
     int64_t id = sala_submit(g->engine, request, &err);
     if (id < 0) return cli_fail(CLI_FAILED, "%s", err.text);
     g->started = cli_now();
+    if (request->want_trees) tree_begin(&g->tree, g->engine, request);
     if (g->shown) code = show_prompt(g, request->text != NULL);
     while ((step = sala_step(g->engine, &err)) > 0) {
         while (sala_next_event(g->engine, &e)) {
@@ -119,6 +120,7 @@ static int generate(generation *g, const sala_request *request) {
         }
     }
     cli_progress_clear();
+    tree_plain(&g->tree);
     g->broken = step < 0;
     if (g->broken) return cli_fail(CLI_FAILED, "%s", err.text);
     if (g->finish_reason == SALA_FINISH_NAN)
@@ -150,7 +152,7 @@ static const cli_option run_options[] = {
     {RUN_SYSTEM, "system", "TEXT", "with --chat: the system prompt before it"},
     {RUN_ECHO, "echo", NULL, "print the prompt too"},
     {RUN_TREE, "show-tree", NULL,
-     "show on stderr what was drafted in each step, and what of it was right"},
+     "show on stderr, also with --quiet, what was drafted in each step and what of it was right"},
     {CLI_JSON, "json", NULL, "print one JSON object at the end instead of text as it comes"},
     {0, NULL, NULL, NULL},
 };
@@ -166,7 +168,8 @@ static const cli_command run_command = {
     CLI_REQUEST | CLI_ENGINE,
     "  sala run\n"
     "  sala run -p 'The bear said:' -n 40 --temp 0.8 --seed 7\n"
-    "  sala run -p 'one 1, two 2, three 3, one 1, two' -n 40 --show-tree\n"
+    "  sala run -p '<li>bell</li> <li>duck</li> <li>silk</li> <li>boat</li>' -n 60 --spec ngram "
+    "--show-tree\n"
     "  sala run --chat -p 'What does the cow say?' --json\n"
     "  sala run -m /models/MiniCPM-SALA -f book.txt --context 200K -n 500\n",
 };
@@ -233,7 +236,8 @@ static int run_prompt(cli_args *a, sala *engine, run_input *in) {
     return code < 0 ? cli_fail(CLI_FAILED, "%s", err.text) : CLI_OK;
 }
 
-static void run_json(const generation *g, const run_input *in, const char *logprobs) {
+static void run_json(const cli_args *a, const generation *g, const run_input *in,
+                     const char *logprobs) {
     const sala_timings *t = &g->timings;
     const int32_t *tokens = (const int32_t *)(const void *)g->tokens.data;
     printf("{\"prompt_tokens\": %lld, \"tokens\": [", (long long)t->prompt_tokens);
@@ -257,12 +261,12 @@ static void run_json(const generation *g, const run_input *in, const char *logpr
     else
         printf("null, ");
     printf("\"prefill_tokens_per_second\": %.3f, \"decode_tokens_per_second\": %.3f, "
-           "\"decode_gb_per_second\": %.3f}, \"speculation\": {",
+           "\"decode_gb_per_second\": %.3f}, \"speculation\": ",
            cli_rate((double)t->prompt_tokens, t->prefill_seconds),
            cli_rate((double)(t->output_tokens - 1), t->decode_seconds),
            cli_rate((double)t->decode_bytes * 1e-9, t->decode_seconds));
-    cli_json_spec(t);
-    printf("}}\n");
+    cli_json_spec(&a->options, t);
+    printf("}\n");
 }
 
 static int run_generate(cli_args *a, sala *engine, run_input *in) {
@@ -277,11 +281,11 @@ static int run_generate(cli_args *a, sala *engine, run_input *in) {
     if (code == CLI_OK) {
         code = generate(&g, &a->request);
         if (g.logprobs) fflush(g.logprobs);
-        if (g.finish_reason && a->json) run_json(&g, in, logprobs);
+        if (g.finish_reason && a->json) run_json(a, &g, in, logprobs);
         // On a terminal the end line must not stand behind the text; elsewhere stdout holds the
         // text alone.
         if (g.print && g.text.size && g.text.data[g.text.size - 1] != '\n' && isatty(STDOUT_FILENO))
-            putchar('\n');
+            putchar('\n'), cli_text_open = 0;
         int unwritten = cli_flush();
         if (unwritten) code = unwritten;
         if (g.finish_reason && !cli_quiet) cli_print_timings(&g.timings);
@@ -608,6 +612,7 @@ static int info_rows(const sala_info *i, info_row *rows) {
         {"state_bytes_per_sequence", "states per sequence", INFO_BYTES,
          i->state_bytes_per_sequence},
         {"decode_bytes", "read to decode one token", INFO_BYTES, i->decode_bytes},
+        {"node_bytes", "verify scratch a row", INFO_BYTES, i->node_bytes},
         {"longest_context", "longest context that fits", INFO_COUNT, i->longest_context},
     };
     memcpy(rows, all, sizeof all);
@@ -710,6 +715,7 @@ static int info_show(cli_args *a, int check, const char *text, const char *again
     int fits = 1;
     if (!path) return CLI_FAILED;
     a->model = path;
+    if (cli_check_engine(a, path) != CLI_OK) return a->code;
     if (!check && !text) {
         a->code = info_plan(a, path, &info, &fits);
     } else if ((engine = cli_open(a)) != NULL) {

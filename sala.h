@@ -345,7 +345,8 @@ typedef struct sala_event {
     const int32_t *blocks; // [sparse layers, row_count, kv_heads, top_k] ascending; -1: no more,
                            // -2: all (dense)
     // tree: `position` is that of the root, `token` the bonus token behind the last accepted node
-    int node_count, source;                  // SALA_DRAFT_*
+    int node_count, source; // SALA_DRAFT_*
+    int paused; // no draft, since such drafts have not paid of late: there will be another trial
     const int32_t *node_token, *node_parent; // [node_count]
     const int32_t *node_accepted;            // [node_count] 1 where the output goes along
     const float *node_score;                 // [node_count] log probability by the draft
@@ -387,7 +388,7 @@ typedef struct sala_info {
     int64_t decode_bytes; // read for one token of one short sequence: linear layers, head, state
     char spec[256];       // "auto: EAGLE-3 (7,2,15), (5,2,11) and n-grams": what runs, and why
     char draft[160];      // "437 M parameters, NVFP4, layers 1 15 28", or ""
-    int64_t node_bytes;   // verify scratch of one row: k, v of all layers
+    int64_t node_bytes;   // verify scratch of one row: k, v of all layers, compressed
     // Live counters.
     int sequences_resident, requests_waiting, requests_active;
     int64_t kv_tokens_total, kv_tokens_reserved;
@@ -4587,18 +4588,43 @@ static float sala__read_number(const char *text) {
     return (float)node.number;
 }
 
-// "depth,topk,nodes" of a tree that can be made: deep enough nodes, and not more than the levels hold.
+// "depth,topk,nodes" of a tree that can be made. Returns 0, or what is wrong: SALA__SHAPE_*.
+enum {
+    SALA__SHAPE_FORM = 1,
+    SALA__SHAPE_DEPTH,
+    SALA__SHAPE_TOPK,
+    SALA__SHAPE_NODES,
+    SALA__SHAPE_MANY
+};
+
 static int sala__shape_read(const char *text, sala__shape *shape) {
     int32_t *const out[] = {&shape->depth, &shape->topk, &shape->nodes};
     for (int i = 0; i < 3; i++) {
         size_t digits = strspn(text, "0123456789");
-        if (digits < 1 || digits > 2 || text[digits] != (i < 2 ? ',' : 0)) return -1;
+        if (digits < 1 || digits > 2 || text[digits] != (i < 2 ? ',' : 0)) return SALA__SHAPE_FORM;
         *out[i] = digits == 1 ? text[0] - '0' : 10 * (text[0] - '0') + text[1] - '0';
         text += digits + 1;
     }
     int d = shape->depth, k = shape->topk, n = shape->nodes;
-    int fits = d >= 1 && d < SALA_MAX_PATH && k >= 1 && k <= SALA_MAX_TOPK;
-    return fits && n > d && n <= SALA_MAX_NODES && n <= 1 + k + (d - 1) * k * k ? 0 : -1;
+    if (d < 1 || d >= SALA_MAX_PATH) return SALA__SHAPE_DEPTH;
+    if (k < 1 || k > SALA_MAX_TOPK) return SALA__SHAPE_TOPK;
+    if (n <= d || n > SALA_MAX_NODES) return SALA__SHAPE_NODES;
+    return n > 1 + k + (d - 1) * k * k ? SALA__SHAPE_MANY : 0;
+}
+
+static void sala__shape_advice(const char *text, char *right, size_t size) {
+    sala__shape s = {0, 0, 0};
+    int wrong = sala__shape_read(text, &s), n = 0;
+    n = snprintf(right, size, "depth,topk,nodes like 7,2,15");
+    right += n, size -= (size_t)n;
+    if (wrong == SALA__SHAPE_DEPTH) snprintf(right, size, " with depth 1 to %d", SALA_MAX_PATH - 1);
+    if (wrong == SALA__SHAPE_TOPK) snprintf(right, size, " with topk 1 to %d", SALA_MAX_TOPK);
+    if (wrong == SALA__SHAPE_NODES)
+        snprintf(right, size, " with nodes (the root is one) from %d, depth + 1, to %d",
+                 s.depth + 1, SALA_MAX_NODES);
+    if (wrong == SALA__SHAPE_MANY)
+        snprintf(right, size, "; %d levels of topk %d hold no more than %d nodes", s.depth, s.topk,
+                 1 + s.topk + (s.depth - 1) * s.topk * s.topk);
 }
 
 // ---- checking ----
@@ -4633,10 +4659,7 @@ static int sala__bad_setting(const sala__setting *e, const char *shown, sala_err
     else if (e->kind == SALA__SET_TEXT)
         snprintf(right, sizeof right, "%s", e->words);
     else if (e->kind == SALA__SET_TREE)
-        snprintf(right, sizeof right,
-                 "depth,topk,nodes like 7,2,15: depth 1 to %d, topk 1 to %d, nodes above depth, at "
-                 "most %d and no more than such levels hold",
-                 SALA_MAX_PATH - 1, SALA_MAX_TOPK, SALA_MAX_NODES);
+        sala__shape_advice(shown, right, sizeof right);
     else if (e->kind == SALA__SET_FLAG)
         snprintf(right, sizeof right, "0 or 1");
     else if (e->kind == SALA__SET_SEED)
@@ -9202,10 +9225,6 @@ typedef struct sala__sequence {
     sala__draft_cache draft;
 } sala__sequence;
 
-typedef struct sala__share { // of guesses that were right; the past fades
-    double right, tried;
-} sala__share;
-
 // Speculation of one request: its index of n-grams, how drafts did, and what is tried next.
 typedef struct sala__spec {
     // Places in the history of the sequence where four tokens end, plus 1: the last one of each hash,
@@ -9217,16 +9236,18 @@ typedef struct sala__spec {
     // The chain that was planned last begins behind `place`; `aligned` is the place of the token that
     // stood there where the root stands now, 0: none. Resumed chains in a row that failed: `lost`.
     int64_t place, aligned;
-    int32_t resumed, lost;
-    // How often the first token of a chain was right, [resumed], and those behind right ones; fading.
-    sala__share first[2], later;
+    int32_t resumed, lost, run; // run: tokens that were right in this alignment
+    // Of the latest 8 to 24 chains: tokens that they gave, and had to give to be worth their time. They are
+    // cut to half their length: `halved`.
+    int32_t chains, halved;
+    double got, price;
     int32_t tree_steps, tree_sum;    // trees of a head in this window, and the tokens they gave
     int64_t step;                    // verifies of this request
     int64_t chains_from, trees_from; // no chain, no tree before this step
     int32_t pause;                   // steps that the last pause of trees took
     int64_t before;                  // tokens chosen when the tree was planned
     sala_tree tree;                  // of this verify
-    int32_t source, level;           // SALA_DRAFT_*, of the policy
+    int32_t source, level, paused;   // SALA_DRAFT_*, of the policy; see sala_event
     int32_t
         deepest; // depth that a node of the next tree may have; then it fits pages and max_tokens
     int32_t row[SALA_MAX_NODES]; // of each of its nodes, from the sequence's first row on
@@ -9285,10 +9306,10 @@ typedef struct sala__draft {
 #define SALA__LEVELS 3 // 0: the root alone
 #define SALA__COSTS 16 // kinds of verify passes, by rows
 
-typedef struct sala__mean { // of seconds: fading, see sala__mean_add
-    double value;
+typedef struct sala__least { // of seconds: see sala__least_add
+    double now, before;
     int32_t count;
-} sala__mean;
+} sala__least;
 
 // What the engine drafts, and what it has learnt about the price and the yield.
 typedef struct sala__policy {
@@ -9301,9 +9322,11 @@ typedef struct sala__policy {
     int32_t level, level_calm;  // what runs; steps in a row in which another looked better
     int64_t step, retry_from;   // verifies; level 0 is left for a new trial from this one on
     int32_t retry;              // steps from one such trial to the next
+    int32_t told;               // that trees were left
     double yield[SALA__LEVELS]; // tokens of a verify, per sequence
-    sala__mean draft[SALA__LEVELS]; // seconds of making all trees of a step
-    sala__mean cost[SALA__COSTS];   // seconds of a verify
+    int32_t tried[SALA__LEVELS], given[SALA__LEVELS]; // trees since the trial began, their tokens
+    sala__least draft[SALA__LEVELS];                  // seconds of making all trees of a step
+    sala__least cost[SALA__COSTS];                    // seconds of a verify
 } sala__policy;
 
 enum { SALA__WAITING, SALA__PREFILL, SALA__DECODE };
@@ -10513,6 +10536,10 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
                         p->scratch_bytes;
     info->kv_bytes_per_token = p->pages ? p->kv_bytes / p->pages / m->block : 0;
     info->state_bytes_per_sequence = (int64_t)p->state * 4 * s->lightning_layers;
+    info->node_bytes =
+        (int64_t)sizeof(sala_act) *
+        (4 * s->sparse_layers * (int64_t)m->kv_heads * m->head_dim + // both tiers too
+         2 * s->lightning_layers * (int64_t)m->lin_kv_heads * m->lin_dim);
     info->decode_bytes = s->weights.decode_bytes + sala__state_traffic(s);
     sala__spec_text(s, info->spec, sizeof info->spec);
     for (int i = 0; s->sequences && i < p->slots; i++) {
@@ -10608,9 +10635,6 @@ static int sala__ngram_index(sala *s, sala__request *r, sala_error *err) {
         c->chain_mask = (uint32_t)(size - 1);
         c->chain_room = room;
         c->indexed = SALA__NGRAM - 1;
-        const sala__share first = {2, 3}, later = {9, 10}; // until there is more to go by
-        c->first[0] = c->first[1] = first;
-        c->later = later;
     }
     int64_t end = (int64_t)q->token_count - 1;
     for (; c->indexed < end && c->indexed < c->chain_room; c->indexed++) {
@@ -10640,18 +10664,13 @@ static int sala__ngram_match(const sala__spec *c, const int32_t *tokens, int64_t
     return best < SALA__NGRAM ? 0 : best;
 }
 
-static void sala__share_add(sala__share *s, int right, int tried, int most) {
-    double fade = s->tried > most ? 0.5 : 1;
-    s->right = fade * (s->right + right);
-    s->tried = fade * (s->tried + tried);
-}
-
 // What the last chain of this request taught. A chain that can give no more than it did is no failure.
 static void sala__ngram_learn(sala__spec *c, int accepted) {
     int offered = c->tree.count - 1, good = accepted >= 4 || accepted == offered;
-    sala__share_add(&c->first[c->resumed], accepted > 0, 1, 16);
-    if (accepted) sala__share_add(&c->later, accepted - 1, accepted - (accepted == offered), 64);
+    c->got += accepted;
+    if (++c->chains == 24) c->chains = 12, c->got /= 2, c->price /= 2;
     c->aligned = accepted || c->resumed ? c->place + 1 + accepted : 0;
+    c->run = accepted + (c->resumed ? c->run : 0);
     c->lost = c->resumed && !accepted ? c->lost + 1 : 0;
     if (c->lost == 3) c->aligned = c->lost = 0;
     if (c->resumed) return;
@@ -11263,19 +11282,20 @@ static const double sala__hopes[SALA__LEVELS] = {1, 2.7, 3}; // tokens of a veri
 static const int sala__cost_rows[SALA__COSTS] = {1,  2,  3,  4,  6,  8,   12,  16,
                                                  24, 32, 48, 64, 96, 128, 192, 256};
 
-// Take one more measurement. The first one of its kind holds what happens only once (kernels that are
-// loaded, a graph that is recorded); later ones of that sort count little.
-static void sala__mean_add(sala__mean *m, double x) {
-    if (++m->count <= 2 || x < m->value / 2) {
-        m->value = x;
-        return;
-    }
-    int n = m->count < 32 ? m->count - 1 : 32;
-    m->value += ((x < 2 * m->value ? x : 2 * m->value) - m->value) / n;
+// Take one more measurement. Other work on the machine only adds to it, so the least of the last 32 to 64
+// counts; lasting change is followed.
+static void sala__least_add(sala__least *m, double x) {
+    if (m->count++ % 32 == 0) m->before = m->now, m->now = x;
+    if (x < m->now) m->now = x;
 }
 
-static int sala__mean_known(const sala__mean *m) {
-    return m->count >= 3;
+static double sala__least_value(const sala__least *m) {
+    return m->count > 32 && m->before < m->now ? m->before : m->now;
+}
+
+// The first one may hold what happens only once (kernels that are loaded, a graph that is recorded).
+static int sala__least_known(const sala__least *m) {
+    return m->count >= 2;
 }
 
 static int sala__cost_index(int rows) {
@@ -11284,17 +11304,26 @@ static int sala__cost_index(int rows) {
     return i;
 }
 
+// Seconds of a pass of such a size: no more than the least of a larger one.
+static double sala__cost_at(const sala__policy *p, int i) {
+    double least = sala__least_value(&p->cost[i]);
+    for (; i < SALA__COSTS; i++)
+        if (sala__least_known(&p->cost[i])) least = fmin(least, sala__least_value(&p->cost[i]));
+    return least;
+}
+
 // Seconds of a verify of so many rows: between measured ones in proportion, beyond them as the nearest,
 // so that what is not known gets a trial. 0: nothing is known.
 static double sala__cost(const sala__policy *p, int rows) {
     int i = sala__cost_index(rows), low = i, high = i;
-    while (low >= 0 && !sala__mean_known(&p->cost[low])) low--;
-    while (high < SALA__COSTS && !sala__mean_known(&p->cost[high])) high++;
-    if (low < 0) return high < SALA__COSTS ? p->cost[high].value : 0;
-    if (high == SALA__COSTS || high == low) return p->cost[low].value;
+    while (low >= 0 && !sala__least_known(&p->cost[low])) low--;
+    while (high < SALA__COSTS && !sala__least_known(&p->cost[high])) high++;
+    if (low < 0) return high < SALA__COSTS ? sala__cost_at(p, high) : 0;
+    if (high == SALA__COSTS || high == low) return sala__cost_at(p, low);
     double share = (double)(sala__cost_rows[i] - sala__cost_rows[low]) /
-                   (sala__cost_rows[high] - sala__cost_rows[low]);
-    return p->cost[low].value + share * (p->cost[high].value - p->cost[low].value);
+                   (sala__cost_rows[high] - sala__cost_rows[low]),
+           below = sala__cost_at(p, low);
+    return below + share * (sala__cost_at(p, high) - below);
 }
 
 // The level that so many sequences allow: down at once, up after 16 steps that allow it.
@@ -11311,9 +11340,17 @@ static void sala__load_level(sala__policy *p, int sequences) {
 
 // How much faster than plain decoding a level is, by what was measured; 0: not known yet.
 static double sala__gain(const sala__policy *p, int level, int sequences) {
-    if (!sala__mean_known(&p->draft[level])) return 0;
-    double step = sala__cost(p, sequences * p->shape[level].nodes) + p->draft[level].value;
+    const sala__least *draft = &p->draft[level];
+    if (!sala__least_known(draft)) draft = &p->draft[SALA__LEVELS - level]; // the other one
+    if (!sala__least_known(draft)) return 0;
+    double step = sala__cost(p, sequences * p->shape[level].nodes) + sala__least_value(draft);
     return step > 0 ? p->yield[level] * sala__cost(p, sequences) / step : 0;
+}
+
+// Have the 16 trees of a trial shown that they bring nothing?
+static int sala__level_failed(const sala__policy *p) {
+    int tried = p->tried[p->level];
+    return p->level && tried >= 16 && tried < 32 && p->given[p->level] < 1.3 * tried;
 }
 
 // The level of this step: what the load allows and measurements do not speak against for 16 steps.
@@ -11323,17 +11360,21 @@ static void sala__choose_level(sala__policy *p, int sequences) {
     if (p->forced) return;
     if (p->level == 0 && p->step >= p->retry_from) { // the text may have become another
         memcpy(p->yield, sala__hopes, sizeof p->yield);
+        memset(p->tried, 0, sizeof p->tried);
+        memset(p->given, 0, sizeof p->given);
         p->retry_from = p->step + p->retry;
     }
-    int best = p->cap;
-    for (; best > 0; best--) {
+    int best = p->cap, failed = sala__level_failed(p);
+    for (; best > 0 && !failed; best--) {
         double gain = sala__gain(p, best, sequences);
         if (gain == 0 || gain > (best == p->level ? 1.03 : 1.10)) break;
     }
+    if (failed) best = 0;
     p->level_calm = best == p->level ? 0 : p->level_calm + 1;
-    if (p->level_calm < 16) return;
+    if (p->level_calm < 16 && !failed) return;
     for (int l = 1; l < p->level; l++) // a smaller tree of this head gives no more
         if (p->yield[l] > p->yield[p->level]) p->yield[l] = p->yield[p->level];
+    if (failed) p->yield[1] = p->yield[2] = 1; // until the next trial
     if (best == 0) {
         p->retry = p->retry < 1 << 14 ? 2 * p->retry : 1 << 15;
         p->retry_from = p->step + p->retry;
@@ -11344,7 +11385,7 @@ static void sala__choose_level(sala__policy *p, int sequences) {
 
 // What a verify of so many rows took.
 static void sala__plan_learn(sala *s, int rows, double seconds) {
-    if (s->policy.on) sala__mean_add(&s->policy.cost[sala__cost_index(rows)], seconds);
+    if (s->policy.on) sala__least_add(&s->policy.cost[sala__cost_index(rows)], seconds);
 }
 
 // What the last tree of a request taught: it gave the tokens that were chosen since.
@@ -11354,12 +11395,16 @@ static void sala__plan_review(sala__policy *p, sala__request *r) {
     if (c->source == SALA_DRAFT_NGRAM) sala__ngram_learn(c, given - 1);
     if (c->source != SALA_DRAFT_NGRAM && c->aligned) c->aligned += given;
     if (c->source == SALA_DRAFT_EAGLE) {
-        p->yield[c->level] += (given - p->yield[c->level]) / 64;
+        p->given[c->level] += given;
+        if (++p->tried[c->level] == 16) p->yield[c->level] = p->given[c->level] / 16.0;
+        if (p->tried[c->level] == 128) p->tried[c->level] /= 2, p->given[c->level] /= 2;
+        if (p->tried[c->level] > 16) p->yield[c->level] += (given - p->yield[c->level]) / 64;
         c->tree_steps++;
         c->tree_sum += given;
     }
     c->before = r->chosen;
     c->source = SALA_DRAFT_NONE;
+    c->paused = 0;
     c->step++;
     if (c->tree_steps < 64) return;
     int failed = !p->forced && c->tree_sum < 83; // 1.3 tokens a tree
@@ -11368,19 +11413,27 @@ static void sala__plan_review(sala__policy *p, sala__request *r) {
     c->tree_steps = c->tree_sum = 0;
 }
 
-// Of chains up to `length` the one that makes the step fastest, if `rows` rows give `tokens` without it.
-static int sala__chain_that_pays(const sala__policy *p, const sala__spec *c, int rows,
-                                 double tokens, int length) {
-    double plain = sala__cost(p, rows), best = plain > 0 ? tokens / plain : 0, more = 0;
-    double each = c->first[c->resumed].right / c->first[c->resumed].tried;
-    int pays = 0;
-    if (p->forced || plain == 0) return length;
-    for (int n = 1; n <= length; n++, each *= c->later.right / c->later.tried) {
-        more += each;
-        double rate = (tokens + more) / sala__cost(p, rows + n);
-        if (rate > best) best = rate, pays = n;
+// How many more tokens a chain of `length` must give to be worth its time, where a step of `rows` rows gives
+// at least `tokens`. Beside other work a long pass is disturbed more often than a short one: until many
+// of its size were measured, no more than a quarter of a step a row is believed.
+static double sala__chain_price(const sala__policy *p, int rows, int tokens, int length) {
+    double plain = sala__cost(p, rows), price = 0;
+    if (plain > 0) price = sala__cost(p, rows + length) / plain - 1;
+    if (p->cost[sala__cost_index(rows + length)].count < 24) price = fmin(price, 0.25 * length);
+    return price * tokens;
+}
+
+// The length that the request's chains have earned: all of it; half of it after eight and more that gave
+// clearly less than their price; then none for a while.
+static int sala__chain_that_pays(sala__spec *c, int length) {
+    if (c->chains >= 8 && c->chains + c->got < 0.95 * (c->chains + c->price)) {
+        c->chains = 0;
+        c->got = c->price = 0;
+        c->halved = !c->halved;
+        if (!c->halved) c->chains_from = c->step + 128;
     }
-    return pays;
+    if (c->step < c->chains_from) return 0;
+    return c->halved ? (length + 1) / 2 : length;
 }
 
 // A chain for one request, if its text has come before. Returns the nodes behind the root, or an error.
@@ -11401,9 +11454,14 @@ static int sala__plan_chain(sala *s, sala__request *r, int sequences, int rows, 
     c->resumed = length == 0 && c->aligned && !tree && c->step >= c->chains_from;
     if (c->resumed) { // another value stood there, what surrounds it may go on as it did
         place = c->aligned;
-        length = room;
+        length = 4 * c->run >> c->lost;
+        if (length > room) length = room;
     }
-    if (length > 0) length = sala__chain_that_pays(p, c, rows, sequences, length);
+    if (length > 0 && !p->forced) {
+        length = sala__chain_that_pays(c, length);
+        if (length > 0) c->price += sala__chain_price(p, rows, sequences, length);
+    }
+    c->paused |= match && c->step < c->chains_from;
     if (length <= 0) return 0;
     sala__ngram_chain(&c->tree, q->tokens, count, place, length);
     c->place = place;
@@ -11424,7 +11482,9 @@ static int sala__plan_heads(sala *s, sala__request **active, int count, int spar
         sala__request *r = active[i];
         sala__shape shape = p->shape[p->level];
         int room = r->spec.deepest;
-        if (r->spec.source != SALA_DRAFT_NONE || r->spec.step < r->spec.trees_from) continue;
+        if (r->spec.source != SALA_DRAFT_NONE) continue;
+        r->spec.paused |= r->spec.step < r->spec.trees_from;
+        if (r->spec.step < r->spec.trees_from) continue;
         if (!p->test && !s->sequences[r->slot].draft.place) continue; // teaches nothing of trees
         if (shape.depth > room) shape.depth = room;
         if (shape.nodes > spare + 1) shape.nodes = spare + 1;
@@ -11446,7 +11506,7 @@ static int sala__plan_heads(sala *s, sala__request **active, int count, int spar
         which[i]->spec.source = SALA_DRAFT_EAGLE;
         which[i]->spec.level = p->level;
     }
-    sala__mean_add(&p->draft[p->level], sala__now() - began);
+    sala__least_add(&p->draft[p->level], sala__now() - began);
     return code;
 }
 
@@ -11462,12 +11522,13 @@ static int sala__plan_trees(sala *s, sala__request **active, int count, int rows
     p->step++;
     int level = p->level;
     sala__choose_level(p, count);
-    if (p->trees && level && !p->level && p->cap)
+    if (p->trees && level && !p->level && p->cap && p->tried[level] >= 16 && !p->told++)
         sala__log(&s->env, SALA_LOG_INFO,
-                  "the draft head is left alone for %d steps: its trees give %.2f tokens, and each "
-                  "takes the time of %.2f plain steps",
-                  p->retry, p->yield[level], p->yield[level] / sala__gain(p, level, count));
-    int used = count, known = p->forced || sala__mean_known(&p->cost[sala__cost_index(count)]);
+                  "the draft head does not pay: its last %d trees gave %.2f tokens each; it gets "
+                  "another trial after %d steps",
+                  p->tried[level], (double)p->given[level] / p->tried[level], p->retry);
+    int used = count, known = p->forced || sala__least_known(&p->cost[sala__cost_index(count)]);
+    for (int i = 0; i < count; i++) active[i]->spec.paused = p->trees && p->cap && !p->level;
     for (int i = 0; i < count && p->chains; i++) {
         int more = sala__plan_chain(s, active[i], count, used, rows - used, err);
         if (more < 0) return more;
@@ -12895,6 +12956,7 @@ static int sala__tree_event(sala *s, const sala__request *r, const int32_t *path
     e->position = s->position[path[0]];
     e->token = s->choices[path[count - 1]].token;
     e->source = r->spec.source;
+    e->paused = r->spec.paused;
     e->node_count = t->count;
     int32_t *to = s->event_nodes + at;
     memcpy(to, t->token, n * 4);

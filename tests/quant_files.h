@@ -68,7 +68,8 @@ typedef struct quant_model {
 } quant_model;
 
 static inline void quant_die(const char *what, const char *why) {
-    fprintf(stderr, "quant_files.h: %s: %s\n", what, why);
+    int named = strncmp(why, what, strlen(what)) == 0;
+    fprintf(stderr, "cannot make a model: %s%s%s\n", named ? "" : what, named ? "" : ": ", why);
     exit(2);
 }
 

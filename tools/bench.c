@@ -20,12 +20,13 @@ enum {
     BENCH_TOKENIZE,
     BENCH_NO_ROOFLINE,
     BENCH_SPEC,
-    BENCH_PROMPTS
+    BENCH_PROMPTS,
+    BENCH_GOALS
 };
 
 static const cli_option bench_options[] = {
     {BENCH_PROMPT, "prompt-tokens", "N", "length of the random prompt (default 512)"},
-    {BENCH_GEN, "gen-tokens", "N", "tokens to generate after it (default 64)"},
+    {BENCH_GEN, "gen-tokens", "N", "tokens to generate after it (default 64; with --spec all 160)"},
     {BENCH_PARALLEL, "parallel", "N", "sequences at once, each with such a prompt (default 1)"},
     {BENCH_REPEAT, "repeat", "N", "repetitions; the best counts, the median is shown (default 5)"},
     {BENCH_SAMPLED, "sampled", NULL, "choose with temperature 0.8 and top-p 0.95, not greedily"},
@@ -42,12 +43,14 @@ static const cli_option bench_options[] = {
     {BENCH_TOKENIZE, "tokenize", "FILE", "only encode a text file, on one core"},
     {BENCH_NO_ROOFLINE, "no-roofline", NULL, "do not measure read bandwidth and OpenBLAS"},
     {BENCH_SPEC, "spec", "KIND",
-     "drafts: off (default), auto, ngram, eagle; all: compare them on prompts of six classes, or "
-     "(synthetic) "
-     "with drafts that are right as often as is asked for"},
+     "drafts: off (default), auto, ngram, eagle (with --draft); all: compare them on prompts of "
+     "six "
+     "classes, or "
+     "(synthetic) with drafts that are right as often as is asked for"},
     {BENCH_PROMPTS, "prompts", "FILE",
      "of --spec all: lines {\"class\": .., \"prompt\": ..} (default "
      "tests/data/spec_prompts.jsonl)"},
+    {BENCH_GOALS, "goals", NULL, "of --spec all: for developers, fail where a goal is missed"},
     {CLI_JSON, "json", NULL, "print one JSON object"},
     {0, NULL, NULL, NULL},
 };
@@ -65,7 +68,7 @@ static const cli_command bench_command = {
     "  sala bench\n"
     "  sala bench --synthetic -m bench/configs/synthetic-1b.json --prompt-tokens 1024\n"
     "  sala bench --synthetic -m bench/configs/synthetic-1b.json --gemm\n"
-    "  sala bench --spec all --gen-tokens 160\n",
+    "  sala bench --spec all\n",
 };
 
 #define BENCH_REPEATS 100
@@ -82,8 +85,9 @@ typedef struct bench {
     int gemm, roofline, sampled, fill, chains, kernels;
     int32_t *force;   // --chains: the output
     const char *text; // file to encode
-    int spec;         // --spec all
+    int spec, goals;  // --spec all, --goals
     const char *prompts;
+    sala_timings drafts; // of all requests
     sala *engine;
     bench_shape shapes[BENCH_SHAPES];
     int shape_count, blas_rows;
@@ -122,6 +126,19 @@ static double bench_flops(const bench *b) { // of one token in the linear layers
     for (int i = 0; i < b->shape_count; i++)
         sum += 2.0 * b->shapes[i].n * (double)b->shapes[i].k * b->shapes[i].count;
     return sum;
+}
+
+static void bench_add_drafts(sala_timings *sum, const sala_timings *t) {
+    for (int k = 0; k < 3; k++) {
+        sum->verifies[k] += t->verifies[k];
+        sum->verify_tokens[k] += t->verify_tokens[k];
+        for (int d = 0; d < SALA_DEPTHS; d++) {
+            sum->offered[k][d] += t->offered[k][d];
+            sum->accepted[k][d] += t->accepted[k][d];
+        }
+    }
+    sum->draft_seconds += t->draft_seconds;
+    sum->verify_seconds += t->verify_seconds;
 }
 
 static double bench_best(const double *x, int n) {
@@ -175,6 +192,7 @@ static int bench_once(bench *b, const int32_t *tokens) {
         while (sala_next_event(b->engine, &e)) {
             if (e.type == SALA_EVENT_PREFILL) decoding = 0;
             if (e.type == SALA_EVENT_FINISH) bytes = fmax(bytes, (double)e.timings.decode_bytes);
+            if (e.type == SALA_EVENT_FINISH) bench_add_drafts(&b->drafts, &e.timings);
             if (e.type == SALA_EVENT_TOKEN && decoding && prompt_end > 0) decode_tokens++;
             if (e.type == SALA_EVENT_FINISH && b->parallel == 1 && !b->fill) {
                 b->prefill[b->done] = (double)b->prompt / e.timings.prefill_seconds;
@@ -244,9 +262,11 @@ static void bench_print(const bench *b, int json) {
                "\"decode_gb_per_second\": %.3f, ",
                decode, bench_median(b->decode, b->done), bytes * 1e-9);
         printf("\"planned_bytes\": %lld, \"taken_bytes\": %.0f, ", (long long)i.total_bytes, taken);
-        printf(
-            "\"read_gb_per_second\": %.3f, \"openblas_gflops\": %.3f, \"openblas_core\": \"%s\"}\n",
-            read * 1e-9, blas * 1e-9, b->blas.library ? b->blas.core : "");
+        printf("\"speculation\": ");
+        cli_json_spec(&b->engine->options, &b->drafts);
+        printf(", \"read_gb_per_second\": %.3f, \"openblas_gflops\": %.3f, \"openblas_core\": "
+               "\"%s\"}\n",
+               read * 1e-9, blas * 1e-9, b->blas.library ? b->blas.core : "");
         return;
     }
     if (taken > 0)
@@ -276,6 +296,13 @@ static void bench_print(const bench *b, int json) {
            bytes * 1e-9);
     if (read > 0)
         printf(" = %.0f %% of the read bandwidth (%.2f GB/s)", 100 * bytes / read, read * 1e-9);
+    printf("\n");
+    if (strncmp(i.spec, "off", 3) == 0) return;
+    printf("drafts   %s: ", b->engine->options.spec);
+    if (cli_tau(&b->drafts) > 1)
+        cli_print_spec(stdout, "", &b->drafts);
+    else
+        printf("1.00 tokens a step (this random prompt gives them nothing)");
     printf("\n");
 }
 
@@ -365,9 +392,7 @@ static int sala_bench(int argc, char **argv) {
     sala_error err;
     int id;
     memset(b, 0, sizeof *b);
-    b->prompts = "tests/data/spec_prompts.jsonl";
     b->prompt = 512;
-    b->gen = 64;
     b->parallel = 1;
     b->roofline = 1;
     cli_start(&a, &bench_command, argc, argv);
@@ -386,9 +411,10 @@ static int sala_bench(int argc, char **argv) {
         if (id == BENCH_TOKENIZE) b->text = a.value;
         if (id == BENCH_NO_ROOFLINE) b->roofline = 0;
         if (id == BENCH_PROMPTS) b->prompts = a.value;
+        if (id == BENCH_GOALS) b->goals = 1;
         if (id == BENCH_SPEC) b->spec = strcmp(a.value, "all") == 0;
         if (id == BENCH_SPEC && !b->spec && sala_set_option(&a.options, "spec", a.value, &err) < 0)
-            code = cli_fail(CLI_USAGE, "--%s", err.text);
+            code = cli_fail(CLI_USAGE, "--%s all", err.text); // its list of kinds comes last
         if (code == CLI_OK) continue;
         a.code = code;
         id = -1;
@@ -396,6 +422,10 @@ static int sala_bench(int argc, char **argv) {
     }
     if (id == 0 && b->chains && !b->fill)
         a.code = cli_fail(id = CLI_USAGE, "--chains goes with --fill (on a GPU)");
+    if (id == 0 && !b->spec && (b->prompts || b->goals))
+        a.code = cli_fail(id = CLI_USAGE, "--prompts and --goals go with --spec all");
+    if (!b->prompts) b->prompts = "tests/data/spec_prompts.jsonl";
+    if (!b->gen) b->gen = b->spec ? 160 : 64;
     if (!b->repeat) b->repeat = b->spec ? 2 : 5;
     if (id == 0 && b->spec && (b->gemm || b->text || b->sampled))
         a.code = cli_fail(id = CLI_USAGE,

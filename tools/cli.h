@@ -433,11 +433,15 @@ typedef struct cli_args {
     cli_buffer stops, stop_tokens, biases; // what request.stop and the like point to
 } cli_args;
 
-static void cli_print_options(const char *title, const cli_option *o) {
+// Options of a group, but for those that the command has its own of.
+static void cli_print_options(const char *title, const cli_option *o, const cli_option *own) {
     if (!o || !o->name) return;
     printf("\n%s\n", title);
     for (; o->name; o++) {
         char left[64];
+        const cli_option *same = own;
+        while (same && same->name && strcmp(same->name, o->name) != 0) same++;
+        if (same && same->name) continue;
         int n = o->id > 0 && o->id < 256
                     ? snprintf(left, sizeof left, "  -%c, --%s", o->id, o->name)
                     : snprintf(left, sizeof left, "      --%s", o->name);
@@ -451,11 +455,12 @@ static const char *cli_program = "sala ", *cli_help = "sala help";
 
 static void cli_print_help(const cli_command *c) {
     printf("usage: %s%s", cli_program, c->about);
-    cli_print_options("Options of this command", c->own);
-    cli_print_options("Model and output", cli_common);
-    if (c->groups & CLI_REQUEST) cli_print_options("What is generated", cli_request);
+    cli_print_options("Options of this command", c->own, NULL);
+    cli_print_options("Model and output", cli_common, c->own);
+    if (c->groups & CLI_REQUEST) cli_print_options("What is generated", cli_request, c->own);
     if (c->groups & CLI_ENGINE)
-        cli_print_options("The engine (sizes may end in K, M or G, powers of 1024)", cli_engine);
+        cli_print_options("The engine (sizes may end in K, M or G, powers of 1024)", cli_engine,
+                          c->own);
     printf("\nExamples\n%s", c->examples);
     printf(
         "\nExit codes: 0 done, 1 model or run failed, 2 wrong command line, 3 output could not be\n"
@@ -636,12 +641,24 @@ static int cli_next(cli_args *a) {
     return 0;
 }
 
+static int cli_text_open; // the text on stdout has not ended its line
+
+// What stderr says next begins a line, where the text on stdout goes to the same place.
+static void cli_fresh_line(void) {
+    struct stat out, err;
+    if (cli_text_open && fstat(STDOUT_FILENO, &out) == 0 && fstat(STDERR_FILENO, &err) == 0 &&
+        out.st_dev == err.st_dev && out.st_ino == err.st_ino)
+        putc('\n', stderr);
+    cli_text_open = 0;
+}
+
 /* ---- opening a model ------------------------------------------------------------------------ */
 
 static void cli_log(void *user, int level, const char *line) {
     (void)user;
     if (cli_quiet && level == SALA_LOG_INFO) return;
     cli_progress_clear();
+    cli_fresh_line();
     fprintf(stderr, "sala: %s%s\n", level == SALA_LOG_WARNING ? "warning: " : "", line);
 }
 
@@ -686,6 +703,23 @@ static void cli_describe(sala *engine) {
             i.spec);
 }
 
+// What the command line can be told before a model is opened. Returns an exit code, in a->code too.
+static int cli_check_engine(cli_args *a, const char *path) {
+    const sala_options *o = &a->options;
+    struct stat st;
+    a->code = CLI_OK;
+    if (o->synthetic && stat(path, &st) == 0 && S_ISDIR(st.st_mode))
+        a->code =
+            cli_fail(CLI_USAGE, "--synthetic: -m must be a config.json; %s is a folder", path);
+    else if (o->spec && strcmp(o->spec, "eagle") == 0 && !o->draft)
+        a->code =
+            cli_fail(CLI_USAGE, "--spec eagle needs a draft head: name its folder with --draft");
+    else if (o->spec_tree && !o->draft && !cli_quiet)
+        fprintf(stderr, "sala: --spec-tree is for the trees of a draft head, and none was named "
+                        "(--draft)\n");
+    return a->code;
+}
+
 // Open the model that the arguments name. NULL: a->code is the exit code, and why has been said.
 static sala *cli_open(cli_args *a) {
     char room[4096];
@@ -693,7 +727,8 @@ static sala *cli_open(cli_args *a) {
     const char *path = cli_model_path(a->model, room);
     sala *engine = NULL;
     a->code = CLI_FAILED;
-    if (!path) return NULL;
+    if (!path || cli_check_engine(a, path) != CLI_OK) return NULL;
+    a->code = CLI_FAILED;
     a->options.hooks.log = cli_log;
     a->options.hooks.progress = cli_load_progress;
     engine = sala_open(path, &a->options, &err);
@@ -711,46 +746,60 @@ static double cli_rate(double amount, double seconds) {
     return seconds > 0 ? amount / seconds : 0;
 }
 
-static double cli_tau(const sala_timings *t) { // tokens a verify
-    double verifies = 0, tokens = 0;
-    for (int k = 0; k < 3; k++)
-        verifies += (double)t->verifies[k], tokens += (double)t->verify_tokens[k];
-    return cli_rate(tokens, verifies);
+static double cli_verifies(const sala_timings *t) {
+    return (double)(t->verifies[0] + t->verifies[1] + t->verifies[2]);
+}
+
+static double cli_tau(const sala_timings *t) { // tokens a step
+    double tokens = 0;
+    for (int k = 0; k < 3; k++) tokens += (double)t->verify_tokens[k];
+    return cli_rate(tokens, cli_verifies(t));
 }
 
 static const char *const cli_sources[] = {"plain", "ngram", "eagle"}; // by SALA_DRAFT_*
 
-// What drafts did: tokens a verify, then of each source its share of the steps, its yield and how many of
-// the tokens that it offered on the way were right.
-static void cli_print_spec(const sala_timings *t) {
-    double steps = (double)(t->verifies[0] + t->verifies[1] + t->verifies[2]);
-    fprintf(stderr, "; %.2f tokens a step", cli_tau(t));
+// What drafts did, where they gained anything: tokens a step, then of each source its share of the steps,
+// its yield and how many of the tokens that it offered on the way were right.
+static void cli_print_spec(FILE *f, const char *before, const sala_timings *t) {
+    int any = 0;
     for (int k = SALA_DRAFT_NGRAM; k <= SALA_DRAFT_EAGLE; k++) {
         double offered = 0, right = 0;
-        if (!t->verifies[k]) continue;
+        if (t->verify_tokens[k] <= t->verifies[k]) continue;
         for (int d = 1; d < SALA_DEPTHS; d++)
             offered += (double)t->offered[k][d], right += (double)t->accepted[k][d];
-        fprintf(stderr, " (%s %.0f %% of the steps: %.2f tokens, %.0f %% right)",
-                k == SALA_DRAFT_NGRAM ? "n-grams" : "trees", 100 * (double)t->verifies[k] / steps,
+        if (!any++) fprintf(f, "%s%.2f tokens a step", before, cli_tau(t));
+        fprintf(f, " (%s %.0f %% of the steps: %.2f tokens, %.0f %% right)",
+                k == SALA_DRAFT_NGRAM ? "n-grams" : "trees",
+                100 * (double)t->verifies[k] / cli_verifies(t),
                 cli_rate((double)t->verify_tokens[k], (double)t->verifies[k]),
                 100 * cli_rate(right, offered));
     }
 }
 
-// The same as members of a JSON object.
-static void cli_json_spec(const sala_timings *t) {
-    printf("\"tokens_per_verify\": %.4f, \"draft_seconds\": %.6f, \"verify_seconds\": %.6f",
+static void cli_json_depths(const char *key, const int64_t *count) { // up to the last that is not 0
+    int n = SALA_DEPTHS;
+    while (n > 1 && !count[n - 1]) n--;
+    printf(", \"%s\": [", key);
+    for (int d = 1; d < n; d++) printf("%s%lld", d > 1 ? ", " : "", (long long)count[d]);
+    printf("]");
+}
+
+// The same as a JSON object: sources that ran, depths 1, 2, ... that occurred.
+static void cli_json_spec(const sala_options *o, const sala_timings *t) {
+    printf("{\"spec\": \"%s\", ", o->spec ? o->spec : "auto");
+    if (o->draft || o->spec_test)
+        printf("\"tree\": \"%s\", ", o->spec_tree ? o->spec_tree : "by load");
+    printf("\"tokens_per_step\": %.4f, \"draft_seconds\": %.6f, \"verify_seconds\": %.6f",
            cli_tau(t), t->draft_seconds, t->verify_seconds);
     for (int k = 0; k < 3; k++) {
-        printf(", \"%s\": {\"verifies\": %lld, \"tokens\": %lld, \"offered\": [", cli_sources[k],
+        if (!t->verifies[k]) continue;
+        printf(", \"%s\": {\"steps\": %lld, \"tokens\": %lld", cli_sources[k],
                (long long)t->verifies[k], (long long)t->verify_tokens[k]);
-        for (int d = 1; d < SALA_DEPTHS; d++)
-            printf("%s%lld", d > 1 ? ", " : "", (long long)t->offered[k][d]);
-        printf("], \"accepted\": [");
-        for (int d = 1; d < SALA_DEPTHS; d++)
-            printf("%s%lld", d > 1 ? ", " : "", (long long)t->accepted[k][d]);
-        printf("]}");
+        if (k) cli_json_depths("offered", t->offered[k]);
+        if (k) cli_json_depths("accepted", t->accepted[k]);
+        printf("}");
     }
+    printf("}");
 }
 
 // One line: what was read and written, and how fast.
@@ -768,7 +817,7 @@ static void cli_print_timings(const sala_timings *t) {
     if (rate > 0)
         fprintf(stderr, ", %.1f t/s, %.2f GB/s", rate,
                 cli_rate((double)t->decode_bytes * 1e-9, t->decode_seconds));
-    if (t->verifies[SALA_DRAFT_NGRAM] + t->verifies[SALA_DRAFT_EAGLE]) cli_print_spec(t);
+    cli_print_spec(stderr, "; ", t);
     fprintf(stderr, "\n");
 }
 

@@ -286,9 +286,9 @@ spec() { # ends within 240 s; what was wanted comes last
     build
     rm -f "$out"/drafts*.log
     export SHOW=20
-    timely_nine drafts 60 nvfp4-head --no-roofline --spec all --draft bench/configs/eagle3-437m.json --fill \
+    timely_nine drafts 60 nvfp4-head --no-roofline --spec all --goals --draft bench/configs/eagle3-437m.json --fill \
         --prompt-tokens 4096 --gen-tokens 448 --parallel 8
-    SHOW=30 timely drafts-tiny 30 ./sala bench --spec all --device "$device" --gen-tokens 160 --repeat 3
+    SHOW=30 timely drafts-tiny 30 ./sala bench --spec all --goals --device "$device" --gen-tokens 160 --repeat 3
     SHOW=6 timely drafts-same 50 sh tools/gpu_check.sh same_texts
     export SHOW=3
     for head in '--spec off' '--spec eagle --draft bench/configs/eagle3-437m.json'; do

@@ -2,6 +2,7 @@
 
         make build/make_models
         build/make_models config.json OUT modelopt shards=2
+        build/make_models bench/configs/eagle3-tiny.json OUT bf16 target=models/sala-tiny/config.json
         build/make_models bench/configs/eagle3-437m.json OUT modelopt fused=3 names=1 target=DIR/config.json
 
     For trying a loader, this one or another, where the real files cannot be had: sizes, names, types and
@@ -90,7 +91,9 @@ int main(int argc, char **argv) {
         if (l->kind == SALA__GPTQ && o.group > 0 && (l->group != o.group || l->item.k % l->group))
             return fail(l->item.name, "its inputs are no multiple of the group");
     }
-    if (mkdir(argv[2], 0777) < 0) return fail(argv[2], strerror(errno));
+    if (mkdir(argv[2], 0777) < 0)
+        return fail(argv[2], errno == EEXIST ? "is there already: remove it, or name another folder"
+                                             : strerror(errno));
     quant_write(&m, argv[2], argv[1]);
     printf("%s: %d tensors of %s\n", argv[2], m.tensor_count, layouts[o.kind]);
     quant_free(&m);

@@ -1,7 +1,8 @@
 /*  show_tree.c - `sala run --show-tree`: what was drafted in each step and what of it was right, on stderr. Included by
     main.c. On a terminal the picture has colours and stands between the pieces of the text; elsewhere it is plain.
 
-    step 7 at 61: tree of 7 nodes, 3 right, 4 tokens; so far 3.14 a step
+    steps 1 to 6: no draft (nothing like it before)
+    step 7 at 61: tree of 8 nodes, 3 right, 4 tokens; so far 1.43 a step
      " the"
      |-+" brave"
      | |-+" little" +" fox" -" ran"
@@ -10,11 +11,13 @@
      =" Pip"                                                                                      */
 
 typedef struct tree_shower {
-    int column; // a line of the text is not ended
-    int64_t steps, tokens;
+    int64_t steps, tokens, most;
+    int64_t plain_from;    // the first of the latest steps without a draft; 0: there are none
+    const char *plain_why; // of all of them
     const sala_event *e;
     sala *engine;
-    int colours, children[SALA_MAX_NODES];
+    sala_info info;
+    int colours, largest, children[SALA_MAX_NODES];
 } tree_shower;
 
 // A token as it would stand in JSON, as it reads behind another one; its id where there is no tokenizer.
@@ -61,39 +64,69 @@ static void tree_branch(const tree_shower *t, int node, const char *indent) {
     }
 }
 
-// Do the text and the trees go to the same place?
-static int tree_in_text(void) {
-    struct stat out, err;
-    return fstat(STDOUT_FILENO, &out) == 0 && fstat(STDERR_FILENO, &err) == 0 &&
-           out.st_dev == err.st_dev && out.st_ino == err.st_ino;
+static void tree_begin(tree_shower *t, sala *engine, const sala_request *request) {
+    t->engine = engine;
+    t->most = request->max_tokens ? request->max_tokens : 256;
+    t->colours = isatty(STDERR_FILENO) && !getenv("NO_COLOR");
+    sala_get_info(engine, &t->info);
+    fprintf(stderr,
+            "Steps behind the first token: the last token, what was drafted behind it (+ right, - "
+            "wrong), and = what the model chose next.\n");
 }
 
-static void tree_show(tree_shower *t, sala *engine, const sala_event *e) {
+// Say which steps up to the latest one had no draft, in one line.
+static void tree_plain(tree_shower *t) {
+    if (!t->plain_from) return;
+    cli_fresh_line();
+    fprintf(stderr, "%sstep", t->colours ? "\033[1m" : "");
+    if (t->plain_from < t->steps)
+        fprintf(stderr, "s %lld to %lld", (long long)t->plain_from, (long long)t->steps);
+    else
+        fprintf(stderr, " %lld", (long long)t->steps);
+    fprintf(stderr, ": no draft (%s)%s\n", t->plain_why, t->colours ? "\033[0m" : "");
+    t->plain_from = 0;
+}
+
+static const char *tree_why_none(const tree_shower *t) {
+    if (strncmp(t->info.spec, "off", 3) == 0) return "off";
+    if (t->e->paused) return "stopped for now: such drafts have not paid";
+    return t->tokens + 2 >= t->most ? "the last token" : "nothing like it before";
+}
+
+static void tree_heading(const tree_shower *t, int right) {
+    const sala_event *e = t->e;
+    int64_t left = t->most - t->tokens + right; // before this step
+    fprintf(stderr, "%sstep %lld at %lld: %s of %d nodes", t->colours ? "\033[1m" : "",
+            (long long)t->steps, (long long)e->position,
+            e->source == SALA_DRAFT_NGRAM ? "n-gram chain" : "tree", e->node_count);
+    if (e->source == SALA_DRAFT_EAGLE && e->node_count < t->largest)
+        fprintf(stderr, " (%s)",
+                left <= SALA_MAX_PATH ? "few tokens are left" : "a smaller one pays more");
+    fprintf(stderr, ", %d right, %d token%s; so far %.2f a step%s\n", right, right + 1,
+            right ? "s" : "", (double)t->tokens / (double)t->steps, t->colours ? "\033[0m" : "");
+}
+
+static void tree_show(tree_shower *t, const sala_event *e) {
     int right = -1;
     cli_progress_clear();
     t->e = e;
-    t->engine = engine;
-    t->colours = isatty(STDERR_FILENO) && !getenv("NO_COLOR");
     memset(t->children, 0, sizeof t->children);
     for (int i = 0; i < e->node_count; i++) {
         if (i) t->children[e->node_parent[i]]++;
         right += e->node_accepted[i];
     }
+    const char *why = e->node_count == 1 ? tree_why_none(t) : "";
+    if (t->plain_from && strcmp(why, t->plain_why) != 0) tree_plain(t);
     t->tokens += right + 1;
-    if (t->column && tree_in_text()) fprintf(stderr, "\n");
-    t->column = 0;
-    if (++t->steps == 1)
-        fprintf(stderr, "Steps: the last token, what was drafted behind it (+ right, - wrong), and "
-                        "= what the model chose next.\n");
-    fprintf(stderr, "%sstep %lld at %lld: ", t->colours ? "\033[1m" : "", (long long)t->steps,
-            (long long)e->position);
-    if (e->node_count == 1)
-        fprintf(stderr, "no draft");
-    else
-        fprintf(stderr, "%s of %d, %d right, %d token%s; %.2f a step so far",
-                e->source == SALA_DRAFT_NGRAM ? "n-gram chain" : "tree", e->node_count - 1, right,
-                right + 1, right ? "s" : "", (double)t->tokens / (double)t->steps);
-    fprintf(stderr, "%s\n", t->colours ? "\033[0m" : "");
+    t->steps++;
+    if (e->node_count == 1) {
+        if (!t->plain_from) t->plain_from = t->steps;
+        t->plain_why = why;
+        return;
+    }
+    if (e->node_count > t->largest) t->largest = e->node_count;
+    cli_fresh_line();
+    tree_heading(t, right);
     tree_branch(t, 0, "");
     tree_token(t, '=', e->token);
     putc('\n', stderr);
