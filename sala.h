@@ -386,9 +386,9 @@ typedef struct sala_info {
     int64_t total_bytes;
     int64_t kv_bytes_per_token, state_bytes_per_sequence;
     int64_t decode_bytes; // read for one token of one short sequence: linear layers, head, state
-    char spec[256];       // "auto: EAGLE-3 (7,2,15), (5,2,11) and n-grams": what runs, and why
-    char draft[160];      // "437 M parameters, NVFP4, layers 1 15 28", or ""
-    int64_t node_bytes;   // verify scratch of one row: k, v of all layers, compressed
+    char spec[256];     // "auto: n-gram chains and EAGLE-3 trees of 7,2,15 ...": what runs, and why
+    char draft[160];    // "437 M parameters, NVFP4, layers 1 15 28", or ""
+    int64_t node_bytes; // verify scratch of one row: k, v of all layers, compressed
     // Live counters.
     int sequences_resident, requests_waiting, requests_active;
     int64_t kv_tokens_total, kv_tokens_reserved;
@@ -11277,8 +11277,9 @@ static void sala__test_tree(const sala *s, sala__request *r, const sala__shape *
 // Drafts cost time whether they are right or not. How large a tree may be follows from the number of
 // sequences that generate; whether it pays, from what steps took and gave so far (speculation.md 5.1).
 
-static const sala__shape sala__shapes[SALA__LEVELS] = {{0, 1, 1}, {5, 2, 11}, {7, 2, 15}};
-static const double sala__hopes[SALA__LEVELS] = {1, 2.7, 3}; // tokens of a verify, unseen
+// Many sequences get small trees: with four bits the rows beyond 16 of a pass cost as much as the first 16.
+static const sala__shape sala__shapes[SALA__LEVELS] = {{0, 1, 1}, {3, 1, 4}, {7, 2, 15}};
+static const double sala__hopes[SALA__LEVELS] = {1, 2.2, 3}; // tokens of a verify, unseen
 static const int sala__cost_rows[SALA__COSTS] = {1,  2,  3,  4,  6,  8,   12,  16,
                                                  24, 32, 48, 64, 96, 128, 192, 256};
 
@@ -11329,8 +11330,8 @@ static double sala__cost(const sala__policy *p, int rows) {
 // The level that so many sequences allow: down at once, up after 16 steps that allow it.
 static void sala__load_level(sala__policy *p, int sequences) {
     if (p->fixed) return;
-    int down = sequences >= 11 ? 0 : sequences >= 3 ? 1 : 2;
-    int up = sequences <= 1 ? 2 : sequences <= 8 ? 1 : 0;
+    int down = sequences >= 17 ? 0 : sequences >= 3 ? 1 : 2;
+    int up = sequences <= 1 ? 2 : sequences <= 14 ? 1 : 0;
     p->cap_calm = up > p->cap ? p->cap_calm + 1 : 0;
     if (down < p->cap) p->cap = down;
     if (p->cap_calm < 16) return;
@@ -11344,7 +11345,9 @@ static double sala__gain(const sala__policy *p, int level, int sequences) {
     if (!sala__least_known(draft)) draft = &p->draft[SALA__LEVELS - level]; // the other one
     if (!sala__least_known(draft)) return 0;
     double step = sala__cost(p, sequences * p->shape[level].nodes) + sala__least_value(draft);
-    return step > 0 ? p->yield[level] * sala__cost(p, sequences) / step : 0;
+    double yield = p->yield[level]; // a larger tree of this head gives no less
+    if (p->level && p->level < level) yield = fmax(yield, p->yield[p->level]);
+    return step > 0 ? yield * sala__cost(p, sequences) / step : 0;
 }
 
 // Have the 16 trees of a trial shown that they bring nothing?
@@ -11443,11 +11446,11 @@ static int sala__plan_chain(sala *s, sala__request *r, int sequences, int rows, 
     const sala__sequence *q = &s->sequences[r->slot];
     sala__spec *c = &r->spec;
     int64_t count = (int64_t)q->token_count, place = 0;
-    int room = c->deepest, level = p->shape[p->cap].nodes - 1, tree = p->trees && p->level;
+    int room = c->deepest, beside = p->cap ? 10 : 4, tree = p->trees && p->level;
     if (!p->forced && (count < 32 || r->sampler.temperature > 1)) return 0;
     int code = sala__ngram_index(s, r, err);
     if (code < 0) return code;
-    if (sequences > 1 && room > (level ? level : 4)) room = level ? level : 4;
+    if (sequences > 1 && room > beside) room = beside;
     if (room > most) room = most;
     int match = sala__ngram_match(c, q->tokens, count, &place);
     int length = sala__ngram_length(c, match, tree, room);
@@ -11593,7 +11596,7 @@ static void sala__spec_text(const sala *s, char *text, size_t size) {
             snprintf(text + n, size - (size_t)n, "%s trees of %d,%d,%d",
                      p->test ? s->options.spec_test : "EAGLE-3", one->depth, one->topk, one->nodes);
     if (p->trees && !p->fixed)
-        n += snprintf(text + n, size - (size_t)n, ", from 3 sequences on %d,%d,%d, from 11 on none",
+        n += snprintf(text + n, size - (size_t)n, ", from 3 sequences on %d,%d,%d, from 17 on none",
                       many->depth, many->topk, many->nodes);
     if (p->on && !p->trees && !p->forced)
         snprintf(text + n, size - (size_t)n, "; no draft head was named");

@@ -229,11 +229,11 @@ static void test_resumed_chains(void) {
 
 static void test_levels_by_load(void) {
     static const int rows[][3] = {// sequences, steps, the level then
-                                  {1, 1, 2},  {2, 40, 2}, {3, 1, 1}, {2, 40, 1},  {1, 15, 1},
-                                  {2, 1, 1},  {1, 15, 1}, {1, 1, 2}, {10, 1, 1},  {11, 1, 0},
-                                  {9, 40, 0}, {8, 15, 0}, {8, 1, 1}, {10, 40, 1}, {64, 1, 0},
-                                  {1, 16, 1}, {1, 15, 1}, {1, 1, 2}, {64, 1, 0},  {8, 15, 0},
-                                  {9, 1, 0},  {8, 15, 0}, {1, 1, 1}};
+                                  {1, 1, 2},   {2, 40, 2},  {3, 1, 1},  {2, 40, 1},  {1, 15, 1},
+                                  {2, 1, 1},   {1, 15, 1},  {1, 1, 2},  {16, 1, 1},  {17, 1, 0},
+                                  {15, 40, 0}, {14, 15, 0}, {14, 1, 1}, {16, 40, 1}, {64, 1, 0},
+                                  {1, 16, 1},  {1, 15, 1},  {1, 1, 2},  {64, 1, 0},  {14, 15, 0},
+                                  {15, 1, 0},  {14, 15, 0}, {1, 1, 1}};
     sala s;
     memset(&s, 0, sizeof s);
     s.options.spec = "eagle";
@@ -263,12 +263,13 @@ static void test_levels_by_measurement(void) {
         for (int l = 1; l < 3; l++) sala__least_add(&p->draft[l], 0.25e-3);
     }
     int used[3] = {0, 0, 0}, trials = 0;
-    for (p->step = 1; p->step < 50000; p->step++) { // 1.4 tokens a tree, 1.5 plain steps each
+    for (p->step = 1; p->step < 50000;
+         p->step++) { // 1.2 tokens a tree, 1.3 or 1.5 plain steps each
         int before = p->level;
         sala__choose_level(p, 1);
         used[p->level]++;
         trials += p->level > before;
-        if (p->level) p->yield[p->level] += (1.4 - p->yield[p->level]) / 64;
+        if (p->level) p->yield[p->level] += (1.2 - p->yield[p->level]) / 64;
     }
     CHECK(used[1] + used[2] < 1500 && trials >= 2 && trials <= 6, "%d + %d steps in %d trials",
           used[1], used[2], trials);
@@ -279,6 +280,16 @@ static void test_levels_by_measurement(void) {
         if (p->level) p->yield[p->level] += (2.5 - p->yield[p->level]) / 64;
     }
     CHECK(p->level == 2, "trees that pay run at level %d", p->level);
+    for (int k = 0; k < 900; k++, p->step++) { // small trees pay where large ones do not
+        sala__choose_level(p, 1);
+        if (p->level) p->yield[p->level] += (1.45 - p->yield[p->level]) / 64;
+    }
+    CHECK(p->level == 1, "trees that hardly pay run at level %d", p->level);
+    for (int k = 0; k < 500; k++, p->step++) { // and what they give speaks for large ones
+        sala__choose_level(p, 1);
+        if (p->level) p->yield[p->level] += (2.5 - p->yield[p->level]) / 64;
+    }
+    CHECK(p->level == 2, "trees that pay again run at level %d", p->level);
     char text[256];
     sala__spec_text(&s, text, sizeof text);
     CHECK(strstr(text, "auto: n-gram chains and EAGLE-3 trees of 7,2,15") == text, "%s", text);

@@ -209,10 +209,11 @@ static int spec_synthetic(spec_bench *x) { // random weights: drafts of tests
         {.spec = "off", .sequences = 8},
         {.spec = "eagle", .test = "oracle:80", .tree = "5,2,11", .sequences = 8},
         {.spec = "eagle", .test = "oracle:60", .tree = "5,2,11", .sequences = 8},
+        {.spec = "eagle", .test = "oracle:80", .tree = "3,1,4", .sequences = 8},
         {.spec = "auto", .test = "oracle:80", .sequences = 8},
     };
     spec_run plain = {.class = "1", .spec = "off", .sequences = 1};
-    int all = x->prompt_count, code, limit = x->b->parallel > 1 ? 10 : 6;
+    int all = x->prompt_count, code, limit = x->b->parallel > 1 ? 11 : 6;
     x->prompt_count = 1;
     code = spec_measure(x, plain, 0, 0);
     for (int i = 0; i < limit && code == CLI_OK; i++) {
