@@ -100,6 +100,10 @@ mutations: $(B)/test_kernels $(B)/test_prefill
 real-test: $(B)/real
 	$(B)/real "$(MODEL)"
 
+# 10,000 tokens of sala-tiny with every kind of draft, greedy and sampled, against plain decoding: minutes.
+lossless-test: $(B)/lossless
+	$(B)/lossless $(or $(DEVICE),auto)
+
 # What only a GPU can tell. STAGE: kernels, engine, sanitizer, needles, bench, prefill, four, spec, accuracy
 # or all (the default).
 gpu-test:
@@ -119,11 +123,12 @@ help:
 	@echo "make test     build and run all tests that need no GPU"
 	@echo "make check-kernels  compile all kernels for every target (needs NVRTC, no GPU)"
 	@echo "make real-test MODEL=DIR  the released weights against what others saw them do"
+	@echo "make lossless-test  10,000 tokens with every kind of draft against plain decoding (DEVICE=cpu|cuda)"
 	@echo "make gpu-test STAGE=all  what only a GPU can tell (kernels engine sanitizer needles bench prefill four spec accuracy)"
 	@echo "make mutations      plant faults in the kernels and see that the tests notice"
 	@echo "make format   apply .clang-format"
 	@echo "make clean    remove what was built"
 	@echo "variables: CC, ARCH=native|x86-64-v3|..., OPT=-O3, EXTRA=..., B=build, SALA=sala"
 
-.PHONY: all run quantize test real-test check-kernels mutations gpu-test clean format help
+.PHONY: all run quantize test real-test lossless-test check-kernels mutations gpu-test clean format help
 .DELETE_ON_ERROR:

@@ -257,39 +257,21 @@ four() { # what matters most comes first
     SHOW=20 timely four-engine 120 build/test_cuda four nvfp4 int4
 }
 
-# Whatever is drafted, the text is that of plain decoding: greedy and sampled, on prompts that repeat themselves.
-same_texts() {
-    for p in '<li class="red">bell</li> <li class="red">duck</li> <li class="red">silk</li>' \
-        'Once upon a time there was a clever boy named Tom.'; do
-        for sampling in '--temperature 0' '--temperature 0.8 --top-p 0.95 --seed 7 --repetition-penalty 1.1'; do
-            # shellcheck disable=SC2086 # an option and its value are two words
-            ./sala run -q --device "$device" -p "$p" -n 2000 --ignore-eos $sampling --spec off --json |
-                sed 's/.*"tokens": \[\([^]]*\)\].*/\1/' >build/plain.tokens
-            for kind in auto ngram; do
-                # shellcheck disable=SC2086
-                ./sala run -q --device "$device" -p "$p" -n 2000 --ignore-eos $sampling --spec $kind --json |
-                    sed 's/.*"tokens": \[\([^]]*\)\].*/\1/' | cmp build/plain.tokens - || return 1
-            done
-            echo "$(tr , '\n' <build/plain.tokens | wc -l) tokens, $sampling: the same"
-        done
-    done
-}
-
 read_seconds() { # NAME: of the prompt, from the log of that step
     sed -n 's/^prefill .* \([0-9.]*\) s in all.*/\1/p' "$out/$1.log"
 }
 
-spec() { # ends within 240 s; what was wanted comes last
+spec() { # ends within 270 s; what was wanted comes last
     header "drafts"
     stage_began=$(date +%s)
-    SECONDS_OF_FOUR=240
+    SECONDS_OF_FOUR=270
     build
     rm -f "$out"/drafts*.log
     export SHOW=20
     timely_nine drafts 60 nvfp4-head --no-roofline --spec all --goals --draft bench/configs/eagle3-437m.json --fill \
         --prompt-tokens 4096 --gen-tokens 448 --parallel 8
     SHOW=30 timely drafts-tiny 30 ./sala bench --spec all --goals --device "$device" --gen-tokens 160 --repeat 3
-    SHOW=6 timely drafts-same 50 sh tools/gpu_check.sh same_texts
+    SHOW=16 timely drafts-same 80 make lossless-test DEVICE="$device"
     export SHOW=3
     for head in '--spec off' '--spec eagle --draft bench/configs/eagle3-437m.json'; do
         name=drafts-prompt${head##*/}
@@ -317,9 +299,6 @@ accuracy() {
 for stage in "$@"; do
     case $stage in
     kernels | engine | sanitizer | needles | bench | prefill | four | spec | accuracy) $stage ;;
-    same_texts) # a step of spec
-        same_texts || failed=1
-        ;;
     all)
         for each in kernels engine sanitizer needles bench prefill four spec accuracy; do $each; done
         ;;
