@@ -213,6 +213,7 @@ static void test_resumed_chains(void) {
     r->spec.aligned = 41;
     r->spec.run = 9;
     r->spec.deepest = 15;
+    sala__tree_root(&r->spec.tree, 0);
     CHECK(sala__plan_chain(&w->s, r, 1, 1, 31, NULL) == 15 && r->spec.resumed, "nothing resumed");
     r->spec.aligned = 41; // little was right before, and then nothing: little is offered
     r->spec.run = 3;
