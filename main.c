@@ -91,11 +91,12 @@ static int take_event(generation *g, const sala_event *e) {
         g->timings = e->timings;
     }
     if (!e->text_bytes) return CLI_OK; // prompts, rows and trees have none
+    const char last = e->text[e->text_bytes - 1];
     cli_append(&g->text, e->text, e->text_bytes);
     if (!g->print) return CLI_OK;
     cli_progress_clear();
     fwrite(e->text, 1, e->text_bytes, stdout);
-    cli_text_open = e->text[e->text_bytes - 1] != '\n';
+    cli_text_open = last != '\n';
     return cli_flush();
 }
 

@@ -10727,14 +10727,17 @@ static int sala__draft_forget(sala *s, int slot, sala_error *err) {
     sala__draft_cache *c = &s->sequences[slot].draft;
     sala__draft_drop(s, slot);
     if (!s->has_draft) return 0;
-    for (int i = 0; i < d->places && !c->place; i++)
-        if (!d->owner[i]) c->place = i + 1;
-    for (int i = 0; i < d->places && !c->place; i++) {
-        if (s->sequences[d->owner[i] - 1].request) continue;
-        sala__draft_drop(s, d->owner[i] - 1);
-        c->place = i + 1;
+    int at = 0;
+    while (at < d->places && d->owner[at]) at++;
+    if (at == d->places) {
+        at = 0;
+        while (at < d->places && s->sequences[d->owner[at] - 1].request) at++;
+        if (at < d->places) sala__draft_drop(s, d->owner[at] - 1);
     }
-    if (c->place) d->owner[c->place - 1] = 1 + slot;
+    if (at < d->places) {
+        d->owner[at] = 1 + slot;
+        c->place = 1 + at;
+    }
     c->seen = s->sequences[slot].stored;
     d->slots[slot] = c->place - 1;
     return s->on_gpu ? sala__put(s, d->slot + slot, d->slots + slot, 4, err) : 0;
@@ -13011,6 +13014,7 @@ static int sala__verify(sala *s, sala_error *err) {
     sala__pass p;
     int n = sala__list_active(s, active);
     if (!n) return 0;
+    memset(&p, 0, sizeof p);
     double start = sala__now();
     int code = 0;
     for (int i = 0; i < n && code == 0; i++) code = sala__draft_settle(s, active[i]->slot, err);
