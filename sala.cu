@@ -322,14 +322,16 @@ SALA_DEVICE float sala_head_squares(uint2 x) { // sum over the head, for every l
     return sala_warp_sum(sum);
 }
 
-// RMSNorm of two pairs, given the head's sum of squares: x * inverse and its product with the
-// weight are both rounded, as upstream does.
+// RMSNorm of a pair: x * inverse and its product with the weight are both rounded, as upstream does.
+SALA_DEVICE uint32_t sala_normed2(uint32_t x, float inverse, uint32_t by) {
+    return sala_pair(sala_round(sala_low(x) * inverse) * sala_low(by),
+                     sala_round(sala_high(x) * inverse) * sala_high(by));
+}
+
+// The same of two pairs, given the head's sum of squares.
 SALA_DEVICE uint2 sala_head_norm(uint2 x, float squares, float eps, uint2 weight) {
     float inverse = 1.0f / sqrtf(squares / 128.0f + eps);
-    return make_uint2(sala_pair(sala_round(sala_low(x.x) * inverse) * sala_low(weight.x),
-                                sala_round(sala_high(x.x) * inverse) * sala_high(weight.x)),
-                      sala_pair(sala_round(sala_low(x.y) * inverse) * sala_low(weight.y),
-                                sala_round(sala_high(x.y) * inverse) * sala_high(weight.y)));
+    return make_uint2(sala_normed2(x.x, inverse, weight.x), sala_normed2(x.y, inverse, weight.y));
 }
 
 // RoPE: turn = cos, sin of the lane's two frequencies.
@@ -2511,8 +2513,10 @@ extern "C" __global__ void __launch_bounds__(128, 2)
         sala_attend_part(&a, &v, part, count, shared);
 }
 
-// The same numbers where sequences have several rows: reads blocks that rows have in common once. The
-// last parts come first: rows do them one by one.
+// The numbers of sala_attend where sequences have several rows. Grid as there: (lists; blocks that share
+// its parts). Reads the K/V of a block, 32 KiB, once for the four rows of a group that list it at the same
+// place, else for each; writes as sala_attend. The last parts come first: rows do them one by one.
+// Twin: sala__op_attend.
 extern "C" __global__ void __launch_bounds__(128, 2)
     sala_attend_trees(const __grid_constant__ sala_attend_args a) {
     sala_launch_next();
@@ -5044,8 +5048,7 @@ extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 8)
         uint32_t y[4] = {v.x, v.y, v.z, v.w};
         const uint32_t w[4] = {by.x, by.y, by.z, by.w};
         for (int i = 0; i < 4; i++) {
-            y[i] = sala_pair(sala_round(sala_low(y[i]) * inverse) * sala_low(w[i]),
-                             sala_round(sala_high(y[i]) * inverse) * sala_high(w[i]));
+            y[i] = sala_normed2(y[i], inverse, w[i]);
             if (a.divisor != 1)
                 y[i] = sala_pair(sala_low(y[i]) / a.divisor, sala_high(y[i]) / a.divisor);
         }
@@ -5078,11 +5081,6 @@ SALA_DEVICE uint32_t sala_add2(uint32_t x, uint32_t y) {
 SALA_DEVICE uint4 sala_add8(uint4 x, uint4 y) {
     return make_uint4(sala_add2(x.x, y.x), sala_add2(x.y, y.y), sala_add2(x.z, y.z),
                       sala_add2(x.w, y.w));
-}
-
-SALA_DEVICE uint32_t sala_normed2(uint32_t x, float inverse, uint32_t by) {
-    return sala_pair(sala_round(sala_low(x) * inverse) * sala_low(by),
-                     sala_round(sala_high(x) * inverse) * sala_high(by));
 }
 
 SALA_DEVICE uint4 sala_normed8(uint4 x, float inverse, uint4 by) {
