@@ -8398,6 +8398,13 @@ static void *sala__gpu_take(sala__gpu *g, size_t bytes, const char *what, sala_e
     return (void *)(uintptr_t)memory;
 }
 
+// Wait for all that was launched and copied; the first error of these.
+static int sala__gpu_wait(sala__gpu *g, sala_error *err) {
+    sala_error *e = &g->error;
+    if (!e->code) sala__cuda_wait(&g->cuda, e);
+    return e->code ? sala__fail(err, e->code, "%s", e->text) : 0;
+}
+
 static sala__cu_memory sala__on_gpu(const void *pointer) {
     return (sala__cu_memory)(uintptr_t)pointer;
 }
@@ -9146,9 +9153,8 @@ static int sala__gpu_move(sala__gpu *g, const sala__config *c, sala__weights *fr
         if (!e->code) sala__gpu_move_data(g, host.weight, &p, &fill, o->synthetic, slab);
         sala__progress(&g->cuda.env, "weights to the GPU", 0.7 + 0.3 * i / count);
     }
-    if (!e->code) sala__cuda_wait(&g->cuda, e);
     sala__weights_finish(c, w);
-    return e->code ? sala__fail(err, e->code, "%s", e->text) : 0;
+    return sala__gpu_wait(g, err);
 }
 
 static int sala__gpu_weights(sala__gpu *g, const sala__config *c, sala__weights *from,
@@ -9543,12 +9549,11 @@ static void sala__draft_measure(sala *s) {
     const sala_dims *m = &s->draft_config.dims;
     const sala_options *o = &s->options;
     sala__draft *d = &s->draft;
-    int64_t window = o->draft_window ? o->draft_window : 32768, act = sizeof(sala_act);
-    int64_t context = (o->context + 63) / 64;
+    int64_t window = o->draft_window, act = sizeof(sala_act), context = (o->context + 63) / 64;
+    sala__shape shape;
     if (!s->has_draft) return;
     d->topk = 2;
-    if (o->spec_tree) sscanf(o->spec_tree, "%*d,%d", &d->topk);
-    if (d->topk < 1 || d->topk > SALA_MAX_TOPK) d->topk = SALA_MAX_TOPK;
+    if (o->spec_tree && sala__shape_read(o->spec_tree, &shape) == 0) d->topk = shape.topk;
     d->places = o->max_sequences < SALA__DRAFTS ? o->max_sequences : SALA__DRAFTS;
     d->slack = window < 4096 ? (int32_t)window / 64 * 64 : 4096;
     d->blocks = (int32_t)(1 + window / 64 + d->slack / 64);
@@ -9784,11 +9789,14 @@ static const void *sala__step_at(const sala *s, const void *part) {
     return s->gpu_step + ((const char *)part - s->step);
 }
 
+static int sala__spec_is(const sala *s, const char *mode) {
+    return strcmp(s->options.spec ? s->options.spec : "auto", mode) == 0;
+}
+
 // Rows of the largest verify pass: trees of eleven nodes for all sequences, or one of the largest.
 static int sala__plan_nodes(const sala *s) {
     int most = s->options.max_sequences;
-    if (s->options.spec && strcmp(s->options.spec, "off") == 0)
-        return s->on_gpu ? sala__max(most, SALA_MAX_PATH) : most;
+    if (sala__spec_is(s, "off")) return s->on_gpu ? sala__max(most, SALA_MAX_PATH) : most;
     most = sala__max((11 * most + 15) / 16 * 16, SALA_MAX_NODES);
     return most < SALA_MAX_ROWS ? most : SALA_MAX_ROWS;
 }
@@ -9980,6 +9988,7 @@ static int sala__default_options(sala *s, const sala_options *options, sala_erro
             "kv-tokens (%lld) is less than one context (%lld): raise it or lower context",
             (long long)o->kv_tokens, (long long)o->context);
     if (!o->chunk) o->chunk = 2048;
+    if (!o->draft_window) o->draft_window = 32768;
     return 0;
 }
 
@@ -10035,11 +10044,11 @@ static int sala__read_target(sala *s, const char *path, int tokenizer, sala_erro
 
 // The same of the draft head, if there is one and it may be used.
 static int sala__read_draft(sala *s, sala_error *err) {
-    const char *path = s->options.draft, *spec = s->options.spec;
+    const char *path = s->options.draft;
     sala__config *c = &s->draft_config;
     sala__weights *w = &s->draft_weights;
     char *file = NULL;
-    if (!path || (spec && (strcmp(spec, "off") == 0 || strcmp(spec, "ngram") == 0))) return 0;
+    if (!path || sala__spec_is(s, "off") || sala__spec_is(s, "ngram")) return 0;
     int code = sala__config_path(s, path, &file, err);
     if (code < 0) return code;
     code = sala__draft_config_read(&s->env, file, &s->config, c, err);
@@ -11002,12 +11011,18 @@ static void sala__draft_layer(sala *s, const sala__draft_pass *p, int step) {
     sala__draft_op(s, SALA__OP_draft_top, &top);
 }
 
-// All that a pass does, from the step block's way to the device to the trees' way back.
-static void sala__draft_launch(sala *s, const sala__draft_pass *p) {
+static void sala__draft_send(sala *s) { // the step block's way to the device
     sala__draft *d = &s->draft;
     sala_error *e = &s->gpu.error;
     if (s->on_gpu && !e->code)
         sala__cuda_upload(&s->gpu.cuda, sala__on_gpu(d->gpu_step), d->step, d->step_bytes, e);
+}
+
+// All that a pass does, from the step block's way to the device to the trees' way back.
+static void sala__draft_launch(sala *s, const sala__draft_pass *p) {
+    sala__draft *d = &s->draft;
+    sala_error *e = &s->gpu.error;
+    sala__draft_send(s);
     sala__draft_extend(s, p);
     for (int step = 0; step < p->depth; step++) {
         if (step) sala__draft_project(s, p, step);
@@ -11060,8 +11075,7 @@ static int sala__draft_run(sala *s, const sala__draft_pass *p, sala_error *err) 
         sala__cuda_graph_launch(&s->gpu.cuda, graph, e);
     else if (!e->code)
         sala__draft_launch(s, p);
-    if (s->on_gpu && !e->code) sala__cuda_wait(&s->gpu.cuda, e);
-    return e->code ? sala__fail(err, e->code, "%s", e->text) : 0;
+    return s->on_gpu ? sala__gpu_wait(&s->gpu, err) : 0;
 }
 
 // Room for `more` tokens of a sequence: where its pages are full, the oldest behind the anchor go.
@@ -11103,8 +11117,8 @@ static int sala__draft_fill(sala *s, sala__sequence *q, int32_t end, const sala_
 
 // Of a prompt that ends at `end` the head sees the first page and the last tokens, from this one on.
 static int32_t sala__draft_window(const sala *s, int32_t end) {
-    int32_t window = s->options.draft_window ? s->options.draft_window : 32768;
-    return end - window > 64 ? end - window : 64;
+    int32_t from = end - s->options.draft_window;
+    return from > 64 ? from : 64;
 }
 
 // Does it want features of a chunk of a prompt?
@@ -11136,12 +11150,9 @@ static int sala__draft_prefill(sala *s, int slot, int32_t first, int32_t count, 
     int32_t to = (q->draft.place - 1) * SALA_DRAFT_DEBT + last % SALA_DRAFT_DEBT;
     sala_gather_args gather = {1, (int32_t)width, (const int32_t *)sala__draft_at(s, d->from),
                                d->features, d->debt + (size_t)to * width};
-    sala_error *e = &s->gpu.error;
-    if (s->on_gpu && !e->code)
-        sala__cuda_upload(&s->gpu.cuda, sala__on_gpu(d->gpu_step), d->step, d->step_bytes, e);
+    sala__draft_send(s);
     sala__draft_op(s, SALA__OP_gather, &gather);
-    if (s->on_gpu && !e->code) sala__cuda_wait(&s->gpu.cuda, e); // the step block is free again
-    return e->code ? sala__fail(err, e->code, "%s", e->text) : 0;
+    return s->on_gpu ? sala__gpu_wait(&s->gpu, err) : 0; // the step block is free again
 }
 
 // Features of more tokens than can wait: the head sees them now, whether it is asked or not.
@@ -11545,10 +11556,6 @@ static int sala__plan_trees(sala *s, sala__request **active, int count, int rows
 }
 
 // ---- what was asked for ----
-
-static int sala__spec_is(const sala *s, const char *mode) {
-    return strcmp(s->options.spec ? s->options.spec : "auto", mode) == 0;
-}
 
 // Make a policy of the options, once it is known whether there is a draft head.
 static int sala__spec_open(sala *s, sala_error *err) {
@@ -12289,8 +12296,7 @@ static int sala__gpu_pass(sala *s, sala__pass *p, sala_error *err) {
         sala__cuda_graph_launch(&g->cuda, graph, e);
     else if (!e->code)
         sala__gpu_launch_pass(s, p);
-    if (!e->code) sala__cuda_wait(&g->cuda, e);
-    return e->code ? sala__fail(err, e->code, "%s", e->text) : 0;
+    return sala__gpu_wait(g, err);
 }
 
 typedef struct sala__walk {
@@ -12551,9 +12557,7 @@ static int sala__materialise(sala *s, int slot, sala_error *err) {
         sala__op(s, SALA__OP_gla_verify, &a);
     }
     q->pending = 0;
-    if (!s->on_gpu) return 0;
-    if (!g->error.code) sala__cuda_wait(&g->cuda, &g->error); // the step block is free again
-    return g->error.code ? sala__fail(err, g->error.code, "%s", g->error.text) : 0;
+    return s->on_gpu ? sala__gpu_wait(g, err) : 0; // the step block is free again
 }
 
 static int sala__admit_waiting(sala *s, sala_error *err) {
@@ -12844,12 +12848,11 @@ static void sala__lay_tree(sala *s, sala__request *r, int i, int first) {
     }
 }
 
-// The pass of all trees.
+// The pass of all trees. p: zeros.
 static int sala__lay_trees(sala *s, sala__request **active, int count, sala__pass *p,
                            sala_error *err) {
     const sala_dims *m = &s->config.dims;
     int rows = 0, first = 0, wait = 0;
-    memset(p, 0, sizeof *p);
     for (int i = 0; i < count; i++) {
         int code = sala__check_tree(s, active[i], err);
         if (code < 0) return code;

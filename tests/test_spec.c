@@ -479,6 +479,28 @@ static void test_fallback(void) {
 
 // ---- settings ----
 
+// A request whose own trees give less than 1.3 tokens does without them for a while, then for longer; what
+// others gain beside it changes nothing in that.
+static void test_pause_of_one(void) {
+    sala__policy p;
+    sala__request r[2];
+    memset(&p, 0, sizeof p);
+    memset(r, 0, sizeof r);
+    for (int round = 1, pause = 256; round <= 6; round++) {
+        for (int k = 0; k < 64; k++)
+            for (int i = 0; i < 2; i++) {
+                r[i].spec.source = SALA_DRAFT_EAGLE;
+                r[i].spec.level = 1;
+                r[i].chosen += i ? 3 : 1;
+                sala__plan_review(&p, &r[i]);
+            }
+        CHECK(r[0].spec.trees_from == r[0].spec.step + pause, "round %d: from %lld at %lld", round,
+              (long long)r[0].spec.trees_from, (long long)r[0].spec.step);
+        CHECK(r[1].spec.trees_from == 0, "trees that pay go on");
+        pause = pause < 4096 ? 2 * pause : 4096;
+    }
+}
+
 static void test_settings(void) {
     static const char *const good[][2] = {
         {"spec", "auto"},           {"spec", "off"},          {"spec", "ngram"},
@@ -726,5 +748,5 @@ TEST_MAIN(TEST(test_ngrams_against_brute_force), TEST(test_chain_repeats_a_perio
           TEST(test_chain_lengths), TEST(test_streaks), TEST(test_refuted_chains_stop),
           TEST(test_resumed_chains), TEST(test_levels_by_load), TEST(test_levels_by_measurement),
           TEST(test_chains_by_measurement), TEST(test_prices), TEST(test_drafts_of_tests),
-          TEST(test_drafts_of_few_tokens), TEST(test_fallback), TEST(test_settings),
-          TEST(test_chains_of_sala_tiny), TEST(test_same_text))
+          TEST(test_drafts_of_few_tokens), TEST(test_fallback), TEST(test_pause_of_one),
+          TEST(test_settings), TEST(test_chains_of_sala_tiny), TEST(test_same_text))
