@@ -45,17 +45,18 @@ $(B)/test_quantize: tools/quantize.c tools/gptq.h tools/cli.h
 $(B):
 	mkdir -p $(B)
 
+# -DSALA_STATIC: the compiler leaves out what a test does not call, which makes most of them five times as fast to compile.
 $(B)/%: tests/%.c sala.cu kernels.h | $(B)
-	$(CC) $(CFLAGS) -MF $@.d -o $@ $< $(LDLIBS)
+	$(CC) $(CFLAGS) -DSALA_STATIC -MF $@.d -o $@ $< $(LDLIBS)
 
 $(B)/%_fp32: tests/%.c sala.cu kernels.h | $(B)
-	$(CC) $(CFLAGS) -DSALA_ACT_FP32 -MF $@.d -o $@ $< $(LDLIBS)
+	$(CC) $(CFLAGS) -DSALA_ACT_FP32 -DSALA_STATIC -MF $@.d -o $@ $< $(LDLIBS)
 
 # The fuzz targets as plain programs that replay their corpus: past findings stay found.
 FUZZ := $(patsubst tests/fuzz/%.c,%,$(wildcard tests/fuzz/fuzz_*.c))
 
 $(B)/fuzz_%: tests/fuzz/fuzz_%.c sala.cu kernels.h | $(B)
-	$(CC) $(CFLAGS) -DREPLAY -MF $@.d -o $@ $< $(LDLIBS)
+	$(CC) $(CFLAGS) -DREPLAY -DSALA_STATIC -MF $@.d -o $@ $< $(LDLIBS)
 
 # What computes little is compiled quickly. (OPT on the command line is for all.)
 QUICK := json settings checkpoint tokenizer formats sampler cuda_host draft_files quantized spec main api

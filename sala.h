@@ -2502,6 +2502,7 @@ static int sala__bind_gptq(sala__binder *b, const sala__source *s) {
     const sala__scheme *scheme = &b->c->scheme;
     int32_t n = s->item->n, other = 8;
     sala__gptq t;
+    memset(&t, 0, sizeof t);
     if (!scheme->kind)
         return sala__fail(b->err, SALA_E_MODEL,
                           "%s: tensor %s.qweight is GPTQ's, but no "
@@ -4582,6 +4583,8 @@ static float sala__read_number(const char *text) {
     sala__json j;
     sala__json_node node;
     memset(&j, 0, sizeof j);
+    memset(&node, 0, sizeof node);
+    j.where = "";
     j.data = (const unsigned char *)text;
     j.size = strlen(text);
     if (j.size == 0 || sala__json_number(&j, &node, NULL) < 0 || j.at != j.size) return NAN;
@@ -12779,6 +12782,7 @@ static int sala__check_tree(const sala *s, const sala__request *r, sala_error *e
 static int sala__tree_rows(const sala_tree *t, int32_t row[SALA_MAX_NODES]) {
     int size[SALA_MAX_NODES], wait[SALA_MAX_NODES], second[SALA_MAX_NODES], last[SALA_MAX_NODES],
         next[SALA_MAX_NODES];
+    wait[0] = 0; // also of a tree without nodes, which nobody makes
     for (int n = 0; n < t->count; n++) {
         size[n] = 1;
         wait[n] = second[n] = last[n] = -1; // of its children the two largest, and the first's node
