@@ -129,7 +129,7 @@ SALA_FN uint8_t sala_f32_e2m1(float x) {
 // rounding, meets the float64 reference.
 #ifdef SALA_ACT_FP32
 typedef float sala_act;
-SALA_FN float sala_load(sala_act x) {
+SALA_FN float sala_act_f32(sala_act x) {
     return x;
 }
 SALA_FN sala_act sala_store(float x) {
@@ -137,7 +137,7 @@ SALA_FN sala_act sala_store(float x) {
 }
 #else
 typedef uint16_t sala_act;
-SALA_FN float sala_load(sala_act x) {
+SALA_FN float sala_act_f32(sala_act x) {
     return sala_bf16_f32(x);
 }
 SALA_FN sala_act sala_store(float x) {
@@ -145,7 +145,7 @@ SALA_FN sala_act sala_store(float x) {
 }
 #endif
 SALA_FN float sala_round(float x) { // to the activation type and back
-    return sala_load(sala_store(x));
+    return sala_act_f32(sala_store(x));
 }
 
 // ---- constants of both sides ----

@@ -1702,7 +1702,7 @@ SALA_DEVICE void sala_score_keys(float (*s)[4], const sala_act *q, const sala_ac
 SALA_DEVICE sala_act sala_window_mean(const sala_act *keys, int count) {
     float sum = 0;
 #pragma unroll 4
-    for (int i = 0; i < count; i++) sum += sala_load(keys[i * 128]);
+    for (int i = 0; i < count; i++) sum += sala_act_f32(keys[i * 128]);
     return sala_store(sum * (count == 32 ? 1.0f / 32 : 1.0f / 128)); // a power of two: exact
 }
 
@@ -2610,8 +2610,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     float sum = sala_combine_parts(&a, row, head, (entries - 1) / SALA_ATTEND_PART + 1, shared);
     __syncthreads();
     if (t >= 128) return;
-    float x = sala_load(sala_combine_element(shared, t, sum));
-    if (a.gate) x *= sala_round(sala_sigmoid(sala_load(gate)));
+    float x = sala_act_f32(sala_combine_element(shared, t, sum));
+    if (a.gate) x *= sala_round(sala_sigmoid(sala_act_f32(gate)));
     a.o[at] = sala_store(x);
 }
 

@@ -6215,7 +6215,7 @@ static void sala__quantize16(const sala_quant *q, const sala_act *x, int64_t row
     uint16_t bits[16];
     uint32_t most = 0;
     for (int i = 0; i < 16; i++) {
-        bits[i] = sala_f32_bf16(sala_load(x[i]));
+        bits[i] = sala_f32_bf16(sala_act_f32(x[i]));
         if ((bits[i] & 0x7FFFu) > most) most = bits[i] & 0x7FFFu;
     }
     uint8_t scale = sala_quant_scale(most, q->scale);
@@ -6353,7 +6353,7 @@ static void sala__qk_head(const sala_qk_args *a, const sala_weight *norm, const 
     if (!cos_sin) return;
     for (int i = 0; i < half; i++) {
         float c = cos_sin[2 * i], s = cos_sin[2 * i + 1];
-        float lo = sala_load(x[i]), hi = sala_load(x[i + half]);
+        float lo = sala_act_f32(x[i]), hi = sala_act_f32(x[i + half]);
         x[i] = sala_store(fmaf(lo, c, -(hi * s)));
         x[i + half] = sala_store(fmaf(hi, c, lo * s));
     }
@@ -6556,7 +6556,7 @@ static void sala__op_gla_verify_head(void *context, int64_t item, int thread) {
     for (int x = 0; x < d; x++) {
         float *sx = state + x * d;
         for (int i = 0; i < past; i++) {
-            sala__v16 k = sala__set16(sala_load(pending_k[i * nkv * d + x]));
+            sala__v16 k = sala__set16(sala_act_f32(pending_k[i * nkv * d + x]));
             for (int y = 0; y < d; y += 16)
                 sala__store16(sx + y, sala__fma16(k, sala__load16(pv + i * d + y),
                                                   decay * sala__load16(sx + y)));
@@ -6567,8 +6567,8 @@ static void sala__op_gla_verify_head(void *context, int64_t item, int thread) {
                 depth == 0
                     ? sx
                     : row + (a->rows->path[r * SALA_MAX_PATH + depth - 1] - s->first_row) * d;
-            sala__v16 k = sala__set16(sala_load(a->k[((int64_t)r * nkv + g) * d + x]));
-            sala__v16 q = sala__set16(sala_load(a->q[((int64_t)r * nh + h) * d + x]));
+            sala__v16 k = sala__set16(sala_act_f32(a->k[((int64_t)r * nkv + g) * d + x]));
+            sala__v16 q = sala__set16(sala_act_f32(a->q[((int64_t)r * nh + h) * d + x]));
             for (int y = 0; y < d; y += 16) {
                 sala__v16 n =
                     sala__fma16(k, sala__load16(v + i * d + y), decay * sala__load16(from + y));
@@ -6766,7 +6766,7 @@ static void sala__tile_queries(const sala_dims *m, const sala__tile *t, const sa
 }
 
 static void sala__transpose_into(float *kt, int columns, int column, const sala_act *key, int d) {
-    for (int x = 0; x < d; x++) kt[x * columns + column] = sala_load(key[x]);
+    for (int x = 0; x < d; x++) kt[x * columns + column] = sala_act_f32(key[x]);
 }
 
 // ---- block selection (model.md 6 and 8) ----
@@ -6815,7 +6815,7 @@ static void sala__tier_scores(const sala_select_args *a, const sala__tile *t, in
             for (int h = 0; h < group; h++) {
                 float sum = 0;
                 for (int x = 0; x < d; x++)
-                    sum = fmaf(q[(i * group + h) * d + x], sala_load(key[x]), sum);
+                    sum = fmaf(q[(i * group + h) * d + x], sala_act_f32(key[x]), sum);
                 out[(i * group + h) * SALA__SCORE_TILE + j - j0] = sum;
             }
         }

@@ -373,7 +373,7 @@ static void test_draft_parts(void) {
             for (int split = 0; split < SPLITS; split++)
                 sum += (double)parts[split * ROWS * WIDTH + i];
             for (int k = 0; k < K; k++)
-                want += (double)sala_load(x[r * K + k]) * (double)gemm_element(of, n, k);
+                want += (double)sala_act_f32(x[r * K + k]) * (double)gemm_element(of, n, k);
             want *= of->alpha ? (double)of->alpha[n] : 1;
             CHECK(fabs(sum - want) <= (double)gemm_slack(x + r * K, of, n),
                   "row %d, %d: %g, not %g", r, n, sum, want);

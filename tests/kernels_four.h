@@ -275,7 +275,7 @@ static float four_slack(const sala_act *x, const sala_weight *w, int n) {
         if (w->format == SALA_BF16)
             row[i % 16] =
                 sala_bf16_f32(((const uint16_t *)w->data)[(size_t)n * (size_t)w->k + (size_t)i]);
-        sum += fabsf(sala_load(x[i]) * row[i % 16]);
+        sum += fabsf(sala_act_f32(x[i]) * row[i % 16]);
     }
     return sum * (w->alpha ? w->alpha[n] : 1) * 0x1p-17f;
 }
@@ -313,7 +313,7 @@ static void four_plain_case(int rows, int k) {
         int wrong = 0;
         from_device(got, a.y[i], count * 2);
         for (int j = 0; j < (int)count; j++) {
-            float is = sala_load(got[j]), want = sala_load(cpu.y[i][j]);
+            float is = sala_act_f32(got[j]), want = sala_act_f32(cpu.y[i][j]);
             float slack = four_slack(x + j / n[i] * k, &cpu.w[i], j % n[i]);
             wrong += !(fabsf(is - want) <= slack + gemm_ulp(want));
         }
@@ -370,7 +370,7 @@ static void prefill_four_chunks(void) {
             sala__op_gemm_swiglu(&gemm_cpu, &cpu);
             int wrong = 0;
             for (int j = 0; j < COUNT; j++) {
-                float is = sala_load(want[j]), right = sala_load(y[j]);
+                float is = sala_act_f32(want[j]), right = sala_act_f32(y[j]);
                 wrong += !(fabsf(is - right) <= 4 * gemm_ulp(right) + 0x1p-12f);
             }
             CHECK(wrong == 0, "%s: swiglu: %d values", of->name, wrong);

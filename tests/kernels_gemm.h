@@ -179,7 +179,7 @@ static void gemm_free(const void *p) {
 // What a product may be off by: 2^-17 of the sum of the magnitudes.
 static float gemm_slack(const sala_act *x, const sala_weight *w, int n) {
     float sum = 0;
-    for (int i = 0; i < w->k; i++) sum += fabsf(sala_load(x[i]) * gemm_element(w, n, i));
+    for (int i = 0; i < w->k; i++) sum += fabsf(sala_act_f32(x[i]) * gemm_element(w, n, i));
     return sum * (w->alpha ? w->alpha[n] : 1) * 0x1p-17f;
 }
 
@@ -197,15 +197,17 @@ static void gemm_check_norm(const sala_norm_args *a, const sala_act *x, const sa
     for (int r = 0; r < a->rows; r++) {
         double square = 0;
         for (int i = 0; i < a->width; i++) {
-            float got = sala_load(x[r * a->width + i]), want = sala_load(want_x[r * a->width + i]);
+            float got = sala_act_f32(x[r * a->width + i]),
+                  want = sala_act_f32(want_x[r * a->width + i]);
             bad_x += !(fabsf(got - want) <= 2 * gemm_ulp(want) + 0.01f);
             square += (double)got * (double)got;
         }
         double inverse = 1 / sqrt(square / a->width + (double)a->eps);
         for (int i = 0; i < a->width; i++) {
-            double want = sala_load(x[r * a->width + i]) * inverse * (double)sala_load(weight[i]);
+            double want =
+                sala_act_f32(x[r * a->width + i]) * inverse * (double)sala_act_f32(weight[i]);
             want /= (double)a->divisor;
-            double got = (double)sala_load(y[r * a->width + i]);
+            double got = (double)sala_act_f32(y[r * a->width + i]);
             bad_y += !(fabs(got - want) <= fabs(want) * 0x1p-6 + 1e-30);
         }
     }
@@ -277,8 +279,8 @@ static void test_gemm_case(int rows, int k, int count, const int *n, int f32) {
         int wrong = 0;
         from_device(got, f32 ? (void *)a.y_f32 : (void *)a.y[i], bytes);
         for (int j = 0; j < rows * n[i]; j++) {
-            float is = f32 ? ((float *)got)[j] : sala_load(((sala_act *)got)[j]);
-            float want = f32 ? cpu.y_f32[j] : sala_load(cpu.y[i][j]);
+            float is = f32 ? ((float *)got)[j] : sala_act_f32(((sala_act *)got)[j]);
+            float want = f32 ? cpu.y_f32[j] : sala_act_f32(cpu.y[i][j]);
             float slack = gemm_slack(x + j / n[i] * k, &cpu.w[i], j % n[i]);
             wrong += !(fabsf(is - want) <= slack + (f32 ? 0 : gemm_ulp(want)));
         }
@@ -330,7 +332,7 @@ static void test_gemm_swiglu_case(int rows, int k, int n) {
     from_device(got, a.y, bytes);
     int wrong = 0;
     for (int i = 0; i < rows * n; i++) { // gate and up are rounded, and the products of them
-        float want = sala_load(cpu.y[i]), is = sala_load(got[i]);
+        float want = sala_act_f32(cpu.y[i]), is = sala_act_f32(got[i]);
         wrong += !(fabsf(is - want) <= 4 * gemm_ulp(want) + 0x1p-12f);
     }
     CHECK(wrong == 0, "%d rows, k %d, %d columns: %d values", rows, k, n, wrong);

@@ -178,7 +178,7 @@ static void attend_compare(const attend_world *w, const sala_act *o) {
     for (size_t i = 0; i < heads; i++) {
         float most = 0, largest = 0;
         for (size_t x = i * 128; x < i * 128 + 128; x++) {
-            float b = sala_load(twin[x]), e = fabsf(sala_load(o[x]) - b);
+            float b = sala_act_f32(twin[x]), e = fabsf(sala_act_f32(o[x]) - b);
             largest = fmaxf(largest, fabsf(b));
             most = e <= most ? most : e; // NaN stays
             error += (double)(e * e);

@@ -21,7 +21,7 @@ static sala_act *fp4_rows(int rows, int k) {
     for (int i = 0; i < rows * k / 16; i++) {
         int kind = (int)(check_random() % 12);
         for (int j = 0; j < 16; j++) {
-            float v = sala_load(x[i * 16 + j]);
+            float v = sala_act_f32(x[i * 16 + j]);
             if (kind == 0) v *= 0;
             if (kind == 1) v *= 40000;
             if (kind == 2) v *= 1e-4f;
@@ -246,7 +246,7 @@ static void fp4_swiglu_case(int rows, int k, int n) {
     sala__op_gemm_swiglu(&gemm_cpu, &cpu);
     int wrong = 0;
     for (int i = 0; i < rows * n; i++) {
-        float want = sala_load(cpu.y[i]), is = sala_load(got[i]);
+        float want = sala_act_f32(cpu.y[i]), is = sala_act_f32(got[i]);
         wrong += !(fabsf(is - want) <= 4 * gemm_ulp(want) + 0x1p-30f);
     }
     sala_quant want = fp4_quantized(got, rows, n);
@@ -379,8 +379,8 @@ static void fp4_nan_case(int mode) {
     device_sync();
     from_device(got, a.y[0], sizeof got);
     for (int i = 0; i < ROWS * N; i++)
-        CHECK((sala_load(got[i]) != sala_load(got[i])) == (i / N == SPOILT), "mode %d, row %d",
-              mode, i / N);
+        CHECK((sala_act_f32(got[i]) != sala_act_f32(got[i])) == (i / N == SPOILT),
+              "mode %d, row %d", mode, i / N);
     gemm_free_weight(&w), fp4_free(&q), free(x);
     gemm_end();
 }

@@ -93,7 +93,7 @@ static void prefill_gemm_rows(int kind, const sala_act *x, const sala_weight *w,
 static int prefill_gemm_wrong(const sala_act *x, const sala_act *branch, const sala_act *old) {
     int wrong = 0;
     for (int i = 0; i < PREFILL_GEMM_ROWS * PREFILL_GEMM_N; i++) {
-        float want = sala_load(old[i]) + sala_round(sala_load(branch[i]) * 0.2475f);
+        float want = sala_act_f32(old[i]) + sala_round(sala_act_f32(branch[i]) * 0.2475f);
         wrong += want == want && x[i] != sala_store(want);
     }
     return wrong;
@@ -123,7 +123,7 @@ static void prefill_gemm_bits(void) {
         if (i == 0) memcpy(branch, y, COUNT * 2);
         CHECK(memcmp(y, want, COUNT * 2) == 0, "kind %d, cut %d, shape %d", kind, cut, gpu->shape);
         for (int j = 0; j < COUNT; j++)
-            spoilt += (sala_load(y[j]) != sala_load(y[j])) != (j / PREFILL_GEMM_N == SPOILT);
+            spoilt += (sala_act_f32(y[j]) != sala_act_f32(y[j])) != (j / PREFILL_GEMM_N == SPOILT);
         CHECK(spoilt == 0, "kind %d, cut %d, shape %d: %d", kind, cut, gpu->shape, spoilt);
     }
     int wrong = prefill_gemm_wrong(y, branch, first);

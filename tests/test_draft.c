@@ -216,7 +216,7 @@ static void reference_row(reference *r, double *f, int token, int position, int 
 
 static void reference_feature(const sala *s, uint64_t seed, int position, double *f) {
     static double g[3 * H];
-    for (int i = 0; i < 3 * H; i++) g[i] = (double)sala_load(feature(seed, position, i));
+    for (int i = 0; i < 3 * H; i++) g[i] = (double)sala_act_f32(feature(seed, position, i));
     times(&s->draft_weights.fc, g, f);
     for (int i = 0; i < H && s->draft_weights.fc_bias.data; i++)
         f[i] += weight_of(&s->draft_weights.fc_bias, i, 0);
@@ -711,7 +711,7 @@ static void test_draft_features(void) {
             int row = i / (3 * H), third = i / H % 3, layer = 1 + 2 * third;
             float want =
                 e.hidden[((size_t)(layer + 1) * (size_t)e.row_count + (size_t)row) * H + i % H];
-            seen += sala_load(s->draft.features[i]) == want;
+            seen += sala_act_f32(s->draft.features[i]) == want;
         }
     }
     CHECK(seen == 50 * 3 * H, "%d of %d features", seen, 50 * 3 * H);

@@ -204,7 +204,7 @@ static void known_roundings(void) {
         CHECK(sala_f32_e4m3(x) == cases[i].e4m3, "%a: e4m3 %02x", x, sala_f32_e4m3(x));
         CHECK(sala_f32_e2m1(x) == cases[i].e2m1, "%a: e2m1 %x", x, sala_f32_e2m1(x));
     }
-    CHECK(sala_round(0x1.01p0f) == 1.0f && sala_load(sala_store(-3.0f)) == -3.0f,
+    CHECK(sala_round(0x1.01p0f) == 1.0f && sala_act_f32(sala_store(-3.0f)) == -3.0f,
           "activations are BF16");
 }
 

@@ -34,7 +34,7 @@ static void loads_and_stores(void) {
         sala__store16(out, sala__load_act16(rounded));
         for (int i = 0; i < 16; i++) {
             sala_act expect = sala_store(in[i]);
-            float loaded = sala_load(expect);
+            float loaded = sala_act_f32(expect);
             if (memcmp(&rounded[i], &expect, sizeof expect) || memcmp(&out[i], &loaded, 4)) wrong++;
         }
     }
@@ -382,7 +382,7 @@ static int against_reference(sala__cpu *cpu, const void *w, int32_t format, int 
     a.y_f32 = NULL;
     sala__op_gemm(cpu, &a);
     for (int r = 0; r < rows; r++) {
-        for (int i = 0; i < k; i++) xr[i] = sala_load(x[r * k + i]);
+        for (int i = 0; i < k; i++) xr[i] = sala_act_f32(x[r * k + i]);
         for (int c = r % step; c < n; c += step) {
             float expect = sala__dot_reference(xr, w_f32 + (size_t)c * (size_t)k, k);
             sala_act rounded = sala_store(expect);
@@ -476,7 +476,7 @@ static void four_bits(void) {
         a.y_f32 = y_f32;
         sala__op_gemm(&cpu, &a);
         for (int r = 0; r < m; r++) {
-            for (int c = 0; c < k; c++) xr[c] = sala_load(x[r * k + c]);
+            for (int c = 0; c < k; c++) xr[c] = sala_act_f32(x[r * k + c]);
             for (int c = 0; c < n; c++)
                 wrong += sala_f32_bits(y_f32[r * n + c]) !=
                          sala_f32_bits(sala__dot_reference(xr, w_f32 + c * k, k) * alpha4[c]);
@@ -576,7 +576,7 @@ static void not_finite(void) {
         sala__op_gemm(&cpu, &a);
         for (int r = 0; r < rows[i]; r++) {
             for (int c = 0; c < n; c++) {
-                float value = sala_load(y[0][r * n + c]);
+                float value = sala_act_f32(y[0][r * n + c]);
                 if (r == row || c == 36)
                     bad += !isnan(value);
                 else if (c == 9)
@@ -619,7 +619,7 @@ static void stays_inside(void) {
         memset(a.y[0], 0xEE, sizeof(sala_act) * (size_t)(r * n));
         sala__op_gemm(&cpu, &a);
         int wrong = 0;
-        for (int j = 0; j < r * n; j++) wrong += sala_load(a.y[0][j]) != 0;
+        for (int j = 0; j < r * n; j++) wrong += sala_act_f32(a.y[0][j]) != 0;
         CHECK(wrong == 0, "format %d, rows %d, n %d, k %d: %d outputs not written", format, r, n, k,
               wrong);
         for (int j = 0; j < 3; j++) munmap(block[j], total[j]);
@@ -633,7 +633,7 @@ static void no_rows(void) {
     sala_gemm_args a = product(0, w_half, SALA_BF16, 16, 16);
     y[0][0] = sala_store(7);
     sala__op_gemm(&cpu, &a);
-    CHECK(sala_load(y[0][0]) == 7, "wrote something");
+    CHECK(sala_act_f32(y[0][0]) == 7, "wrote something");
     sala__cpu_close(&cpu);
 }
 

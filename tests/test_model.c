@@ -532,7 +532,7 @@ static void test_tier_rows(void) {
                         for (int x = 0; x < d->head_dim; x++) {
                             float sum = 0;
                             for (int u = stride * j; u < stride * j + kernel; u++)
-                                sum += sala_load(
+                                sum += sala_act_f32(
                                     sala__kv_at(d, NULL, &seq, pages->k, NULL, 0, g, u)[x]);
                             sala_act want = sala_store(sum / (float)kernel);
                             CHECK(memcmp(&want, &row[x], sizeof want) == 0,

@@ -88,7 +88,7 @@ static void quant_collect(quantiser *q, int set, const sala_act *x, int rows) {
         from = copy;
     }
     for (int64_t i = 0; i < count && !q->code; i++) {
-        q->x[i] = sala_load(from[i]);
+        q->x[i] = sala_act_f32(from[i]);
         if (!(fabsf(q->x[i]) <= FLT_MAX))
             q->code = cli_fail(CLI_FAILED, "layer %d: the input of %s is NaN or infinite", q->layer,
                                quant_set_names[set]);
