@@ -71,7 +71,7 @@ $(B)/libsala_sim.so: tests/sim/sim.cpp tests/sim/sim.h | $(B)
 	$(CXX) -std=c++17 -O2 -g -Wall -Wextra -Wpedantic -Wshadow -Werror -ffp-contract=off -fPIC -shared \
 		-fvisibility=hidden $(SANITIZE) -o $@ tests/sim/sim.cpp -ldl
 
-$(B)/test_sim $(B)/test_kernels $(B)/test_prefill $(B)/test_cuda: $(SIM)
+$(B)/test_sim $(B)/test_kernels $(B)/test_prefill $(B)/test_cuda $(B)/test_session: $(SIM)
 $(B)/test_sim: tests/sim/selftest.cu tests/sim/selftest.h
 
 -include $(B)/*.d

@@ -11231,6 +11231,12 @@ static void sala__draft_lay(sala *s, sala__draft_pass *p, const int32_t *slots,
     }
 }
 
+// Does the head know a token of the sequence, so that it can be asked for the next ones? Not yet where a
+// session was loaded without its state.
+static int sala__draft_ready(const sala__sequence *q) {
+    return q->draft.place && q->stored > 0 && (q->draft.filled || q->draft.seen < q->stored);
+}
+
 static int sala__draft_bucket(int n, int least) {
     while (least < n) least *= 2;
     return least;
@@ -11247,7 +11253,7 @@ static int sala__draft_propose(sala *s, const int32_t *slots, const sala__shape 
     for (int i = 0; i < n; i++) {
         sala__sequence *q = &s->sequences[slots[i]];
         sala__tree_root(&trees[i], q->root);
-        if (!q->draft.place || q->stored < 1 || known == SALA__DRAFTS) continue;
+        if (!sala__draft_ready(q) || known == SALA__DRAFTS) continue;
         if ((code = sala__draft_settle(s, slots[i], err)) < 0) return code;
         if (q->draft.seen == q->stored && q->draft.filled) // asked once more
             q->draft.seen--, q->draft.filled--;
@@ -11545,7 +11551,7 @@ static int sala__plan_heads(sala *s, sala__request **active, int count, int spar
         if (r->spec.source != SALA_DRAFT_NONE) continue;
         r->spec.paused |= r->spec.step < r->spec.trees_from;
         if (r->spec.step < r->spec.trees_from) continue;
-        if (!p->test && !s->sequences[r->slot].draft.place) continue; // teaches nothing of trees
+        if (!p->test && !sala__draft_ready(&s->sequences[r->slot])) continue; // teaches nothing
         if (shape.depth > room) shape.depth = room;
         if (shape.nodes > spare + 1) shape.nodes = spare + 1;
         if (shape.depth > shape.nodes - 1) shape.depth = shape.nodes - 1;

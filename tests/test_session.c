@@ -3,6 +3,7 @@
 // Sessions: what is saved anywhere in a request goes on as if nothing had happened, bit by bit; every other file is
 // refused, and nothing is left of it.
 #include "check.h"
+#include "device.h"
 #include "model.h"
 #include "poison.h"
 #include <signal.h>
@@ -131,95 +132,225 @@ static sala_request asked(const int32_t *tokens, int prompt, int more) {
     return r;
 }
 
-// Save at every step of a request, load in another engine (other chunk, context, company), and run to the end; then
-// a further turn on top.
-static void test_every_step(void) {
-    int32_t tokens[500];
-    sala_session found;
-    check_seed = 91;
-    random_tokens(tokens, 500, 97);
-    sala_options o = engine_options(64), other = engine_options(128);
-    other.context = other.kv_tokens = 900;
-    other.threads = 1;
-    other.spec = "off";
-    o.spec = "ngram";
-    session a = session_open(TINY, &o);
-    outcome at[40];
-    char path[40][96];
-    int saved = 0, phases = 0;
-    sala_request first = request_of(tokens, 70, 9), r = asked(tokens + 100, 200, 24);
-    first.keep = 1;
-    r.sequence = session_do(&a, &first)->sequence;
-    int i = session_ask(&a, &r);
-    for (; saved < 40 && !a.out[i].finished; saved++) {
-        if (saved) { // at work
-            snprintf(path[saved], sizeof *path, "%s/step-%d", folder, saved);
-            at[saved] = copy_of(&a.out[i]);
-            must_save(&a, saved % 2 ? a.out[i].id : r.sequence, path[saved]);
-        } else { // waiting: the sequence alone
-            at[saved] = copy_of(&a.out[i]);
-            snprintf(path[saved], sizeof *path, "%s/kept", folder);
-            must_save(&a, r.sequence, path[saved]);
-        }
-        session_step(&a);
+// What a test saves and where it goes on.
+typedef struct plan {
+    const char *model;
+    sala_options a, b;           // saves; loads
+    sala_request first, r, next; // three turns; the second is saved at every step
+    int most;                    // steps that are tried
+    int same;                    // speculation too is that of the engine that saved
+} plan;
+
+static outcome at[64]; // of the second turn when it was saved
+static char saved[64][96];
+
+// Save before every step of the second turn. Returns how often; the first time it still waits.
+static int save_steps(session *a, const plan *c, int i, int64_t sequence) {
+    int n = 0;
+    for (; n < 64 && !a->out[i].finished; n++) {
+        snprintf(saved[n], sizeof *saved, "%s/step-%d", folder, n);
+        at[n] = copy_of(&a->out[i]);
+        must_save(a, n % 2 ? a->out[i].id : sequence, saved[n]);
+        session_step(a);
     }
-    outcome *whole = &a.out[i];
-    CHECK(saved > 10 && whole->finished, "%d saves", saved);
-    sala_request next = request_of(tokens + 400, 50, 6);
-    next.sequence = whole->sequence;
-    next.keep = 1;
-    next.want_rows = SALA_ROWS_ALL;
+    CHECK(n >= c->most && a->out[i].finished, "%d saves", n);
+    return n;
+}
+
+// Load one of these files, with others at work, and run to the end.
+static int64_t go_on(session *b, const plan *c, int k, const outcome *whole) {
+    sala_session found;
+    outcome *rest;
+    sala_request noise = c->first;
+    noise.keep = 0;
+    if (k % 2) session_ask(b, &noise), session_step(b);
+    int64_t id = must_load(b, saved[k], &found);
+    CHECK(found.sequence == id && found.request == (k ? id : 0), "step %d: request %lld", k,
+          (long long)found.request);
+    if (k == 0) { // the sequence alone: ask the same
+        CHECK((c->first.text || found.token_count == c->first.token_count + c->first.max_tokens) &&
+                  found.last >= 0,
+              "%lld tokens", (long long)found.token_count);
+        sala_request again = c->r;
+        again.sequence = id;
+        rest = session_do(b, &again);
+    } else {
+        CHECK(sala_release(b->engine, id, NULL) == SALA_E_STATE, "released at work");
+        rest = adopt(b, &found, &at[k]);
+        while (!rest->finished) session_step(b);
+    }
+    CHECK(same_choices(whole, rest), "step %d: other tokens or text", k);
+    CHECK(whole->timings.prompt_tokens == rest->timings.prompt_tokens &&
+              rest->timings.prefill_seconds > 0 && rest->timings.queue_seconds >= 0,
+          "step %d: %lld prompt tokens", k, (long long)rest->timings.prompt_tokens);
+    if (c->r.want_rows)
+        same_rows(b, whole, rest, whole->first_position + whole->count - 1, saved[k]);
+    return id;
+}
+
+// Save at every step of a request, load in another engine, and run to the end; then a further turn on top.
+// Returns how often it was saved.
+static int every_step(const plan *c) {
+    session a = session_open(c->model, &c->a);
+    int64_t sequence = session_do(&a, &c->first)->sequence;
+    sala_request r = c->r, next = c->next;
+    r.sequence = next.sequence = sequence;
+    int i = session_ask(&a, &r), n = save_steps(&a, c, i, sequence);
     int last = session_ask(&a, &next);
     session_run(&a);
-    whole = &a.out[i];
-    memory end = memory_of(&a, r.sequence);
-    for (int k = 0; k < saved; k += k < 4 || k > saved - 3 ? 1 : 3) {
-        session b = session_open(TINY, &other);
-        b.after_step = poison; // nothing but what was loaded is used
-        sala_request noise = request_of(tokens + 30, 40, 30);
-        if (k % 2) session_ask(&b, &noise), session_step(&b);
-        int64_t id = must_load(&b, path[k], &found);
-        CHECK(found.sequence == id && (found.request == id) == (k > 0), "step %d: request %lld", k,
-              (long long)found.request);
-        outcome *rest;
-        if (k == 0) { // nothing but the sequence: ask the same
-            CHECK(found.token_count == 79 && found.last == a.out[0].tokens[8], "%lld tokens",
-                  (long long)found.token_count);
-            sala_request again = r;
-            again.sequence = id;
-            rest = session_do(&b, &again);
-        } else {
-            CHECK(sala_release(b.engine, id, NULL) == SALA_E_STATE, "released at work");
-            rest = adopt(&b, &found, &at[k]);
-            while (!rest->finished) session_step(&b);
-        }
-        CHECK(same_choices(whole, rest), "step %d: other tokens or text", k);
-        CHECK(whole->timings.prompt_tokens == rest->timings.prompt_tokens &&
-                  rest->timings.prefill_seconds > 0,
-              "step %d: %lld prompt tokens", k, (long long)rest->timings.prompt_tokens);
-        same_rows(&b, whole, rest, 79 + 200 + whole->count - 1, path[k]);
-        sala_request again = next;
-        again.sequence = id;
-        outcome *y = session_do(&b, &again);
+    char end[96], mine[96];
+    snprintf(end, sizeof end, "%s/end", folder);
+    snprintf(mine, sizeof mine, "%s/mine", folder);
+    must_save(&a, sequence, end);
+    memory m = {NULL, 0, 0}, want = m;
+    if (!c->same) want = memory_of(&a, sequence);
+    for (int k = 0; k < n; k += k < 3 || k >= n - 2 ? 1 : (n - 4 + c->most) / c->most) {
+        session b = session_open(c->model, &c->b);
+        if (!c->b.draft) b.after_step = poison; // nothing is used but what was loaded
+        int64_t id = go_on(&b, c, k, &a.out[i]);
+        next.sequence = id;
+        outcome *y = session_do(&b, &next);
         CHECK(same_choices(&a.out[last], y), "step %d: the next turn differs", k);
-        memory m = memory_of(&b, id);
-        CHECK(memory_same(&end, &m), "step %d: the memory differs", k);
-        phases = (int)sequence_of(&b, id)->phase_count;
-        CHECK(phases == 6, "step %d: %d phases", k, phases);
-        session_run(&b);
+        sala__sequence *q = sequence_of(&b, id), *p = sequence_of(&a, sequence);
+        CHECK(q->phase_count == 6 && memcmp(q->phases, p->phases, 6 * sizeof *p->phases) == 0,
+              "step %d: %zu phases", k, q->phase_count);
+        if (c->same) must_save(&b, id, mine);
+        if (!c->same) m = memory_of(&b, id);
+        CHECK(c->same ? same_files(end, mine) : memory_same(&want, &m),
+              "step %d: the memory differs", k);
         free(m.data);
+        m.data = NULL;
+        session_run(&b);
         session_give_up(&b, id);
         session_close(&b);
     }
-    const sala__phase *p = sequence_of(&a, r.sequence)->phases;
-    static const int32_t firsts[] = {0, 70, 78, 279};
-    for (int k = 0; k < 4; k++)
-        CHECK(p[k].first == firsts[k] && p[k].verified == k % 2, "phase %d begins at %d", k,
-              p[k].first);
-    for (int k = 0; k < saved; k++) copy_free(&at[k]), unlink(path[k]);
-    free(end.data);
-    session_give_up(&a, r.sequence);
+    for (int k = 0; k < n; k++) copy_free(&at[k]), unlink(saved[k]);
+    unlink(end);
+    unlink(mine);
+    free(want.data);
+    session_give_up(&a, sequence);
     session_close(&a);
+    return n;
+}
+
+static plan plan_of(const char *model, const int32_t *tokens) {
+    plan c;
+    memset(&c, 0, sizeof c);
+    c.model = model;
+    c.a = c.b = engine_options(64);
+    c.first = request_of(tokens, 70, 9);
+    c.r = asked(tokens + 100, 200, 24);
+    c.next = request_of(tokens + 400, 50, 6);
+    c.first.keep = c.r.keep = c.next.keep = 1;
+    c.next.want_rows = SALA_ROWS_ALL;
+    c.most = 8;
+    return c;
+}
+
+// Other chunks, another context, other threads, and no speculation where there were n-grams.
+static void test_every_step(void) {
+    int32_t tokens[500];
+    check_seed = 91;
+    random_tokens(tokens, 500, 97);
+    plan c = plan_of(TINY, tokens);
+    c.a.spec = "ngram";
+    c.b.context = c.b.kv_tokens = 900;
+    c.b.chunk = 128;
+    c.b.threads = 1;
+    c.b.spec = "off";
+    every_step(&c);
+}
+
+// Text: half characters, beginnings of stop strings, special tokens.
+static void test_text(void) {
+    static const char *const stops[] = {"zebra zebra", "fox named Pip. Pip", "a \xC3\xA9"};
+    plan c = plan_of(SALA_TINY, NULL);
+    memset(&c.r, 0, sizeof c.r);
+    memset(&c.next, 0, sizeof c.next);
+    c.first = c.r;
+    c.a.hidden_states = c.b.hidden_states = c.a.logits_rows = c.b.logits_rows = 0;
+    c.first.tokens = NULL;
+    c.first.text = "Once upon a time there was a brave fox named Pip.";
+    c.r.text = " The fox said: a b \xC3\xA9 \xE2\x82\xAC a \xC3\xA9";
+    c.next.text = " Then";
+    c.first.keep = c.r.keep = c.next.keep = 1;
+    c.first.max_tokens = 5;
+    c.r.max_tokens = 40;
+    c.r.temperature = 1.5f;
+    c.r.repetition_penalty = 1.2f;
+    c.r.stop = stops;
+    c.r.stop_count = 3;
+    c.r.special_text = c.r.ignore_eos = c.first.ignore_eos = c.next.ignore_eos = 1;
+    c.next.max_tokens = 4;
+    every_step(&c);
+}
+
+// A head for models of sala-tiny's shape.
+static const char *write_head(const char *name, int vocab) {
+    static char path[2][96];
+    char *to = path[vocab != 300];
+    snprintf(to, sizeof path[0], "%s/%s", folder, name);
+    FILE *f = fopen(to, "wb");
+    if (!f) die(to, "cannot write");
+    fprintf(f,
+            "{\"draft_vocab_size\":%d,\"intermediate_size\":640,\"num_attention_heads\":2,"
+            "\"eagle_config\":{\"eagle_aux_hidden_state_layer_ids\":[1,3,5]}}",
+            vocab);
+    fclose(f);
+    return to;
+}
+
+// The draft head goes on with its trees; another one begins anew, and the text is the same.
+static void test_draft(void) {
+    int32_t tokens[500];
+    check_seed = 93;
+    random_tokens(tokens, 500, 250);
+    const char *head = write_head("head.json", 300), *other = write_head("other.json", 200);
+    for (int way = 0; way < 4; way++) {
+        plan c = plan_of(SALA_TINY "/config.json", tokens);
+        c.r.max_tokens = 12;
+        c.most = way ? 2 : 4;
+        c.a.synthetic = c.b.synthetic = 1;
+        c.a.draft = head;
+        c.a.spec = "eagle";
+        c.a.spec_tree = "4,2,9";
+        c.a.draft_window = 128;
+        if (way < 3) c.b = c.a;
+        c.same = way == 0;
+        if (way == 1) c.b.draft = other;
+        if (way == 2) c.b.draft_window = 64;
+        every_step(&c); // way 3: no head at all
+    }
+    unlink(head);
+    unlink(other);
+}
+
+// On a GPU or the simulator: the same, between slots and pages that are others.
+static void test_device(void) {
+    int32_t tokens[500];
+    if (!device_exists()) {
+        printf("skipped: no simulator (build/libsala_sim.so) and no SALA_TEST_GPU\n");
+        return;
+    }
+    check_seed = 94;
+    random_tokens(tokens, 500, 250);
+    const char *head = write_head("head.json", 300);
+    plan c = plan_of(SALA_TINY "/config.json", tokens);
+    c.a.device = "cuda:0";
+    c.a.synthetic = 1;
+    c.a.hidden_states = 0;
+    c.a.draft = head;
+    c.a.spec = "eagle";
+    c.a.spec_tree = "3,2,7";
+    c.first = request_of(tokens, 20, 3);
+    c.r.token_count = 70;
+    c.r.max_tokens = 8;
+    c.next = request_of(tokens + 90, 3, 2);
+    c.first.keep = c.next.keep = 1;
+    c.b = c.a;
+    c.most = c.same = 1;
+    every_step(&c);
+    unlink(head);
 }
 
 // Saved, loaded, saved: the same file. Nothing of others, and nothing that chance left in a page, is in it.
@@ -262,9 +393,8 @@ static void test_nothing_is_left(void) {
 
 int main(int argc, char **argv) {
     static const check_entry tests[] = {
-        TEST(test_every_step),
-        TEST(test_same_file),
-        TEST(test_nothing_is_left),
+        TEST(test_every_step), TEST(test_text),      TEST(test_draft),
+        TEST(test_device),     TEST(test_same_file), TEST(test_nothing_is_left),
     };
     check_test = "main";
     temporary();
