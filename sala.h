@@ -4919,7 +4919,6 @@ typedef struct sala__sampler {
     float temperature;
     int32_t top_k;    // 0: all
     float top_p;      // 1: all
-    float min_p;      // as asked
     float min_p_log;  // smallest (l - largest) / temperature that min-p keeps; -infinity: all
     float repetition; // 1: none
     float presence, frequency;
@@ -4966,7 +4965,6 @@ static int sala__sampler_init(const sala__env *env, const sala_request *r, int32
     s->temperature = r->temperature;
     s->top_k = r->top_k;
     s->top_p = r->top_p > 0 ? r->top_p : 1.0f;
-    s->min_p = r->min_p;
     // In double, so that rounding to float hides the last bit of this machine's logarithm.
     s->min_p_log = r->min_p > 0 ? (float)log((double)r->min_p) : -INFINITY;
     s->repetition = r->repetition_penalty > 0 ? r->repetition_penalty : 1.0f;
@@ -9402,6 +9400,8 @@ typedef struct sala__request { // a list in order of arrival
     int32_t want_trees;
     int32_t *guess; // [guess_count]
     int64_t guess_count;
+    sala_bias *biases;  // [asked.bias_count]
+    sala_request asked; // its fields as they were; not its lists, whose copies are above
     sala__spec spec;
     sala_timings counted; // what speculation did, see sala_timings
 } sala__request;
@@ -11709,6 +11709,7 @@ static void sala__drop_request(sala *s, sala__request *r) {
     sala__release(env, r->tokens);
     sala__release(env, r->force);
     sala__release(env, r->guess);
+    sala__release(env, r->biases);
     sala__release(env, r->spec.chain_head);
     sala__release(env, r->spec.chain_next);
     sala__release(env, r->stop_tokens);
@@ -11786,7 +11787,10 @@ static int sala__request_copy(sala *s, const sala_request *ask, sala__request *r
     r->stop =
         (char **)sala__alloc(&s->env, (size_t)ask->stop_count, sizeof(char *), "stop strings", err);
     r->guess = (int32_t *)sala__copy(s, ask->guess, (size_t)ask->guess_count, 4, "a guess", err);
-    if (!r->force || !r->stop_tokens || !r->stop || !r->guess) return SALA_E_MEMORY;
+    r->biases = (sala_bias *)sala__copy(s, ask->biases, (size_t)ask->bias_count, sizeof *r->biases,
+                                        "logit biases", err);
+    if (!r->force || !r->stop_tokens || !r->stop || !r->guess || !r->biases) return SALA_E_MEMORY;
+    r->asked = *ask;
     r->force_count = ask->force_count;
     r->guess_count = ask->guess_count;
     r->stop_token_count = ask->stop_token_count;
@@ -13234,7 +13238,8 @@ SALA_API int sala_check_weights(sala *s, sala_error *err) {
    [13] SESSIONS: a sequence to a file and back
 
    Everything that the coming tokens depend on, as it lies in memory; nothing is computed, so that
-   saving changes nothing. Numbers are little-endian, `act` is a BF16.
+   saving changes nothing. Numbers are little-endian; act is a BF16; a list is its length, int64, and
+   so many elements.
 
       offset bytes
            0     8  "SALASES" and a zero
@@ -13243,15 +13248,14 @@ SALA_API int sala_check_weights(sala *s, sala_error *err) {
           16     8  P: bytes of what follows, without checksums
           24     -  blocks of 2^20 bytes, the last one shorter: a checksum of 8 bytes, then bytes of P
    P:      0    96  sala__session_head
-                 4  token_count times: the history, int32
-                 8  phase_count times: sala__phase
-             1,088  if has_request: sala__session_request, then its lists: forced tokens, guess and
-                    stop tokens (int32), biases (sala_bias), stop strings (each with its zero), text
-                    that is held back
+                 -  list of int32: the history; list of sala__phase
+                 -  if has_request: sala__session_request; the fields of sala_request in the order of
+                    sala__request_table; lists: forced tokens, guess and stop tokens (int32), biases
+                    (sala_bias), text held back, then stop strings, each a list with its zero
                  -  of each sparse layer k, v, tier 1, tier 2: the rows that exist, page by page
                     [kv_heads, rows of the page, head_dim] act
-                 -  of each lightning layer the state [lin_heads, lin_dim, lin_dim] f32
-                 -  of each lightning layer k, v of the pending path [pending, lin_kv_heads, lin_dim] act
+                 -  of each lightning layer the state [lin_heads, lin_dim, lin_dim] f32, then k and v
+                    of the pending path [pending, lin_kv_heads, lin_dim] act
                  -  if draft: k, v of the draft head [pages, kv_heads, rows of the page, head_dim] act,
                     features that wait [tokens, 3 hidden] act
 
@@ -13268,92 +13272,92 @@ typedef struct sala__session_head {
     uint64_t model, draft; // fingerprints; draft 0: the head knows nothing of the sequence
     char device[32];       // what computed it
     int32_t act_bytes, w4a4, dense_len, has_request;
-    int64_t token_count;
-    int32_t stored, pending, phase_count; // of sala__sequence
-    int32_t draft_filled, draft_seen, zero;
+    int32_t stored, pending, draft_filled, draft_seen; // of the sequence
+    int64_t zero[2];
 } sala__session_head;
 
-typedef struct sala__session_request { // names as in sala__request and sala_request
-    int64_t token_count, prefilled, segment_start, max_tokens, chosen, decode_bytes;
-    int64_t force_count, guess_count, stop_bytes, held_bytes;
-    uint64_t seed;
+typedef struct sala__session_request { // names as in sala__request
+    int64_t token_count, prefilled, segment_start, chosen, decode_bytes;
     double
         age[4]; // seconds since it was submitted, admitted, its first and last token; -1: not yet
     sala_timings counted;
-    float temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
-    int32_t top_k, logprobs, ignore_eos, special_text, want_rows, want_trees, keep, took_root;
-    int32_t cancelled, bias_count, stop_count, stop_token_count;
+    int32_t took_root, cancelled;
     int32_t text_begun, text_held; // of its text: something came out; bytes of half a character
     char text[4], zero[4];
 } sala__session_request;
-
-// Sizes of the table above: not by chance.
-typedef char sala__session_sizes[sizeof(sala__session_head) == 96 &&
-                                         sizeof(sala__session_request) == 1088 &&
-                                         sizeof(sala__phase) == 8 && sizeof(sala_bias) == 8
-                                     ? 1
-                                     : -1];
-
-enum { SALA__MEASURE, SALA__WRITE, SALA__READ };
 
 typedef struct sala__session {
     sala *s;
     const char *path;
     sala_error *err;
-    int mode, code; // code: of the first failure, behind which nothing happens
+    int code;    // of the first failure, behind which nothing happens
+    int reading; // or writing; without a block, nothing is written, only measured
     int fd;
     unsigned char *block; // page-locked where the engine is on a GPU
-    size_t at, size;      // the next byte of it; reading: where it ends
+    size_t at, size;      // the next byte of it; where it ends
     uint64_t sum;         // of the block before
     int64_t total, left;  // P, and how much of it is still to come
 } sala__session;
 
 // ---- the file ----
 
+static void sala__checksum_step(uint64_t lane[4], const void *bytes) { // 32 of them
+    uint64_t word[4];
+    memcpy(word, bytes, 32);
+    for (int i = 0; i < 4; i++) {
+        lane[i] = (lane[i] ^ word[i]) * UINT64_C(0x9E3779B97F4A7C15);
+        lane[i] ^= lane[i] >> 29;
+    }
+}
+
 // 64 bits of these bytes, and of the seed. Every step can be undone, so a change within one word always
 // changes the sum; four lanes, since a product takes longer than a load.
 static uint64_t sala__checksum(uint64_t seed, const void *data, size_t bytes) {
-    const uint64_t odd = UINT64_C(0x9E3779B97F4A7C15);
     const unsigned char *p = (const unsigned char *)data;
-    uint64_t lane[4] = {seed, seed ^ odd, ~seed, seed * odd}, word[4], sum = bytes;
-    for (size_t left = bytes + 1, n; left; left -= n) { // bytes, then a one, then zeros
-        n = left > 32 ? 32 : left;
-        memset(word, 0, sizeof word);
-        memcpy(word, p, left > 32 ? 32 : left - 1);
-        if (left <= 32) ((unsigned char *)word)[left - 1] = 1;
-        for (int i = 0; i < 4; i++) {
-            lane[i] = (lane[i] ^ word[i]) * odd;
-            lane[i] ^= lane[i] >> 29;
-        }
-        p += n;
-    }
+    unsigned char tail[32] = {0};
+    uint64_t lane[4] = {seed, seed + 1, seed + 2, seed + 3}, sum = bytes;
+    for (; (size_t)(p - (const unsigned char *)data) + 32 <= bytes; p += 32)
+        sala__checksum_step(lane, p);
+    if (bytes % 32) memcpy(tail, p, bytes % 32);
+    sala__checksum_step(lane, tail);
     for (int i = 0; i < 4; i++) {
-        sum = (sum ^ lane[i]) * odd;
+        sum = (sum ^ lane[i]) * UINT64_C(0x9E3779B97F4A7C15);
         sum ^= sum >> 32;
     }
     return sum;
 }
 
-static void sala__session_damaged(sala__session *f, const char *how) {
-    if (f->code == 0)
-        f->code = sala__fail(f->err, SALA_E_FILE, "%s: a damaged session: %s", f->path, how);
+// The first failure counts: the path, then what is wrong with it.
+static void sala__session_fail(sala__session *f, int code, const char *format, ...)
+    SALA__PRINTF(3, 4);
+static void sala__session_fail(sala__session *f, int code, const char *format, ...) {
+    char text[600];
+    va_list args;
+    if (f->code) return;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    f->code = sala__fail(f->err, code, "%.400s: %s", f->path, text);
 }
 
-// All of these bytes to or from the file. Returns how many there were.
+// A file whose checksums are right and whose numbers are not was made to deceive.
+static void sala__session_must(sala__session *f, int holds, const char *what) {
+    if (!holds) sala__session_fail(f, SALA_E_FILE, "a damaged session: %s cannot be", what);
+}
+
+// These bytes to or from the file, as many as there are.
 static size_t sala__session_move(sala__session *f, unsigned char *bytes, size_t count) {
     size_t done = 0;
-    while (done < count) {
-        ssize_t n = f->mode == SALA__WRITE ? write(f->fd, bytes + done, count - done)
-                                           : read(f->fd, bytes + done, count - done);
-        if (n < 0 && errno == EINTR) continue;
-        if (n == 0 && f->mode == SALA__READ) break;
-        if (n <= 0) {
-            f->code = sala__fail(f->err, SALA_E_FILE, "%s: cannot %s: %s", f->path,
-                                 f->mode == SALA__WRITE ? "write" : "read", strerror(errno));
-            break;
-        }
-        done += (size_t)n;
+    ssize_t n = 1;
+    while (done < count && n > 0) {
+        n = f->reading ? read(f->fd, bytes + done, count - done)
+                       : write(f->fd, bytes + done, count - done);
+        if (n > 0) done += (size_t)n;
+        if (n < 0 && errno == EINTR) n = 1;
     }
+    if (n < 0)
+        sala__session_fail(f, SALA_E_FILE, "cannot %s: %s", f->reading ? "read" : "write",
+                           strerror(errno));
     return done;
 }
 
@@ -13363,47 +13367,41 @@ static void sala__session_turn(sala__session *f) {
     uint64_t sum;
     if (s->on_gpu) f->code = sala__cuda_wait(&s->gpu.cuda, f->err); // its copies are under way
     if (f->code < 0) return;
-    sala__progress(&s->env, f->mode == SALA__WRITE ? "saving" : "loading",
+    sala__progress(&s->env, f->reading ? "loading" : "saving",
                    1 - (double)f->left / (double)f->total);
-    if (f->mode == SALA__WRITE) {
+    if (!f->reading) {
         f->sum = sala__checksum(f->sum, f->block + 8, f->at - 8);
         memcpy(f->block, &f->sum, 8);
         sala__session_move(f, f->block, f->at);
-        f->at = 8;
-        return;
-    }
-    f->size = SALA__SESSION_BLOCK;
-    if (f->left < (int64_t)f->size - 8) f->size = (size_t)f->left + 8;
-    f->at = 8;
-    if (f->left <= 0) {
-        sala__session_damaged(f, "more should follow where it ends");
-    } else if (sala__session_move(f, f->block, f->size) < f->size) {
-        sala__session_damaged(f, "it became shorter while it was read");
     } else {
+        sala__session_must(f, f->left > 0, "its end");
+        if (f->left < (int64_t)f->size - 8) f->size = (size_t)f->left + 8;
+        if (f->code == 0 && sala__session_move(f, f->block, f->size) < f->size)
+            sala__session_fail(f, SALA_E_FILE, "it became shorter while it was read");
         memcpy(&sum, f->block, 8);
         f->sum = sala__checksum(f->sum, f->block + 8, f->size - 8);
-        if (sum != f->sum) sala__session_damaged(f, "a checksum is wrong, it was altered");
+        if (sum != f->sum)
+            sala__session_fail(f, SALA_E_FILE, "a damaged session: a checksum is wrong");
     }
+    f->at = 8;
 }
 
 // The next bytes of P: `p` to the file, or from it to `p`. `there`: p lies where operations run.
 static void sala__session_io(sala__session *f, const void *p, size_t bytes, int there) {
     sala__cuda *c = &f->s->gpu.cuda;
     char *at = (char *)(uintptr_t)p;
-    if (f->mode == SALA__MEASURE) f->total += (int64_t)bytes;
-    while (f->mode != SALA__MEASURE && bytes && f->code == 0) {
+    if (!f->block) f->total += (int64_t)bytes;
+    while (f->block && bytes && f->code == 0) {
         unsigned char *b = f->block + f->at;
-        size_t n = (f->mode == SALA__WRITE ? SALA__SESSION_BLOCK : f->size) - f->at;
-        if (n > bytes) n = bytes;
+        size_t n = f->size - f->at < bytes ? f->size - f->at : bytes;
         if (n == 0)
             sala__session_turn(f);
-        else if (there && f->s->on_gpu)
-            f->code = f->mode == SALA__WRITE
-                          ? sala__cuda_download(c, b, sala__on_gpu(at), n, f->err)
-                          : sala__cuda_upload(c, sala__on_gpu(at), b, n, f->err);
+        else if (!there || !f->s->on_gpu)
+            memcpy(f->reading ? (void *)at : b, f->reading ? (void *)b : at, n);
+        else if (f->reading)
+            f->code = sala__cuda_upload(c, sala__on_gpu(at), b, n, f->err);
         else
-            memcpy(f->mode == SALA__WRITE ? (char *)b : at, f->mode == SALA__WRITE ? at : (char *)b,
-                   n);
+            f->code = sala__cuda_download(c, b, sala__on_gpu(at), n, f->err);
         f->at += n;
         at += n;
         bytes -= n;
@@ -13411,15 +13409,18 @@ static void sala__session_io(sala__session *f, const void *p, size_t bytes, int 
     }
 }
 
-// A list of the file into fresh memory, NULL on error: no larger than what is left of the file.
-static void *sala__session_list(sala__session *f, int64_t count, size_t size, const char *what) {
-    void *list = NULL;
-    if (count < 0 || count > f->left / (int64_t)size)
-        sala__session_damaged(f, "a list is too long");
-    if (f->code == 0) list = sala__alloc(&f->s->env, (size_t)count, size, what, f->err);
-    if (f->code == 0 && !list) f->code = SALA_E_MEMORY;
-    if (list) sala__session_io(f, list, (size_t)count * size, 0);
-    return list;
+// A list. Reading, it is fresh memory, no larger than what is left of the file; NULL on error.
+static void *sala__session_list(sala__session *f, const void *list, int64_t *count, size_t size) {
+    sala__session_io(f, count, sizeof *count, 0);
+    if (f->reading) {
+        list = NULL;
+        sala__session_must(f, *count >= 0 && *count <= f->left / (int64_t)size, "a list so long");
+        if (f->code < 0) return NULL;
+        list = sala__alloc(&f->s->env, (size_t)*count, size, "a session", f->err);
+        if (!list) f->code = SALA_E_MEMORY;
+    }
+    if (*count) sala__session_io(f, list, (size_t)*count * size, 0);
+    return (void *)(uintptr_t)list;
 }
 
 // ---- what made it ----
@@ -13427,27 +13428,24 @@ static void *sala__session_list(sala__session *f, int64_t count, size_t size, co
 // A hash of a model (or draft head): shape, and of every tensor its name and what stands at 16 places.
 static uint64_t sala__fingerprint(const sala *s, const sala__config *c,
                                   const sala__checkpoint *cp) {
-    enum { PLACES = 16, BYTES = 64 };
+    const char *weights = s->options.weights ? s->options.weights : "bf16";
     sala_dims m = c->dims;
     m.dense_len = 0; // an option; compared by itself
     uint64_t h = sala__checksum(SALA__SESSION_VERSION, &m, sizeof m);
     if (c->sparse) h = sala__checksum(h, c->sparse, (size_t)m.layers * 4);
     h = sala__checksum(h, c->aux, sizeof c->aux);
-    if (s->options.synthetic) {
-        const char *weights = s->options.weights ? s->options.weights : "bf16";
-        h = sala__checksum(h, weights, strlen(weights));
-        return sala__checksum(h, &s->options.synthetic_seed, 8) | 1;
-    }
+    h = sala__checksum(h, &c->draft_vocab, sizeof c->draft_vocab);
+    if (s->options.synthetic) h = sala__checksum(h, weights, strlen(weights));
+    if (s->options.synthetic) h = sala__checksum(h, &s->options.synthetic_seed, 8);
     for (size_t i = 0; i < cp->tensor_count; i++) {
         const sala__tensor *t = &cp->tensors[i];
-        const char *data = (const char *)t->data;
+        int64_t bytes = t->bytes < 64 ? t->bytes : 64;
         h = sala__checksum(h, t->name, strlen(t->name));
         h = sala__checksum(h, t->dtype, strlen(t->dtype));
         h = sala__checksum(h, t->shape, (size_t)t->rank * sizeof *t->shape);
-        int64_t last = t->bytes - BYTES;
-        if (last <= PLACES * BYTES) h = sala__checksum(h, data, (size_t)t->bytes);
-        for (int place = 0; place < PLACES && last > PLACES * BYTES; place++)
-            h = sala__checksum(h, data + last / (PLACES - 1) * place, BYTES);
+        for (int64_t place = 0; place < 16; place++)
+            h = sala__checksum(h, (const char *)t->data + (t->bytes - bytes) / 15 * place,
+                               (size_t)bytes);
     }
     return h | 1; // never 0
 }
@@ -13469,76 +13467,63 @@ static void sala__session_head_of(sala *s, sala__session_head *h) { // of what t
 }
 
 // Could this engine have made it? Only then it goes on bit by bit as it would have.
-static void sala__session_compare(sala__session *f, const sala__session_head *h) {
+static void sala__session_compare(sala__session *f, sala__session_head *h) {
     sala__session_head mine;
-    const char *differs = NULL, *path = f->path;
-    char device[32];
     if (f->code < 0) return;
     sala__session_head_of(f->s, &mine);
-    memcpy(device, h->device, sizeof device);
-    device[sizeof device - 1] = 0;
-    if (h->act_bytes != mine.act_bytes) differs = "its activations have another type";
+    h->device[sizeof h->device - 1] = 0;
+    if (h->model != mine.model || h->act_bytes != mine.act_bytes)
+        sala__session_fail(f, SALA_E_MODEL,
+                           "a session of another model, or of other weights or another seed of it");
+    if (strcmp(h->device, mine.device) != 0)
+        sala__session_fail(f, SALA_E_DEVICE,
+                           "made on %s, but this engine runs on %s, where numbers differ in their "
+                           "last bits: it would not go on as it would have",
+                           h->device, mine.device);
+    if (h->dense_len != mine.dense_len)
+        sala__session_fail(f, SALA_E_MODEL,
+                           "made with dense-len %d, but this engine has %d: open it with that",
+                           h->dense_len, mine.dense_len);
     if (h->w4a4 != mine.w4a4)
-        differs = h->w4a4 ? "its prompts were read in W4A4: open the engine with prefill w4a4"
-                          : "its prompts were not read in W4A4: open the engine with prefill w4a16";
-    if (h->model != mine.model)
-        differs = "it is of another model, or of other weights or another seed of this one";
-    if (differs)
-        f->code = sala__fail(f->err, SALA_E_MODEL, "%s: %s", path, differs);
-    else if (strcmp(device, mine.device) != 0)
-        f->code = sala__fail(f->err, SALA_E_DEVICE,
-                             "%s was made on %s and this engine runs on %s, where the last bits of "
-                             "all numbers differ: it could not go on as it would have",
-                             path, device, mine.device);
-    else if (h->dense_len != mine.dense_len)
-        f->code = sala__fail(f->err, SALA_E_MODEL,
-                             "%s was made with dense-len %d, this engine has %d: open it with that",
-                             path, h->dense_len, mine.dense_len);
+        sala__session_fail(f, SALA_E_MODEL,
+                           "prompts were read in %s: open the engine with prefill %s",
+                           h->w4a4 ? "W4A4" : "W4A16", h->w4a4 ? "w4a4" : "w4a16");
 }
 
 // ---- pages, states, the draft head's cache ----
 
 // Which rows of its i-th page a sequence of `stored` tokens has, of a tier or (0) of K and V: what lies
-// beside them may be another sequence's.
-static void sala__session_rows(const sala_dims *m, int tier, int i, int32_t stored, int *from,
-                               int *to) {
+// beside them may be another sequence's. Returns how many.
+static int sala__session_rows(const sala_dims *m, int tier, int i, int32_t stored, int *from) {
     int32_t begin = i * m->block, end = begin + m->block < stored ? begin + m->block : stored;
     *from = 0;
-    *to = end - begin;
-    if (tier == 0) return;
-    int first = sala_tier_rows(m, tier, begin), rows = sala_tier_rows(m, tier, end) - first;
-    if (rows) *from = sala_tier_last(m, tier, first) % m->block / (m->stride * (tier == 1 ? 1 : 4));
-    *to = *from + rows;
+    if (tier == 0) return end - begin;
+    int first = sala_tier_rows(m, tier, begin);
+    *from = sala_tier_last(m, tier, first) % m->block / (m->stride * (tier == 1 ? 1 : 4));
+    return sala_tier_rows(m, tier, end) - first;
 }
 
 // One pool of a sequence. Full pages that lie one behind the other are one piece.
 static void sala__session_pool(sala__session *f, const sala_dims *m, sala_act *pool, int tier,
                                const int32_t *pages, int32_t stored) {
-    int count = (stored + m->block - 1) / m->block, from, to, next, run;
+    int count = (stored + m->block - 1) / m->block, from, run;
     int slots = tier ? sala_tier_slots(m, tier) : m->block;
     size_t row = (size_t)m->head_dim, head = (size_t)slots * row, page = (size_t)m->kv_heads * head;
     for (int i = 0; i < count; i += run) {
         sala_act *at = pool + (size_t)pages[i] * page;
-        sala__session_rows(m, tier, i, stored, &from, &to);
-        run = 1;
-        if (to - from < slots) {
-            for (int g = 0; g < m->kv_heads; g++)
-                sala__session_io(f, at + (size_t)g * head + (size_t)from * row,
-                                 (size_t)(to - from) * row * sizeof *at, 1);
-            continue;
-        }
-        for (; i + run < count && pages[i + run] == pages[i] + run; run++) {
-            sala__session_rows(m, tier, i + run, stored, &from, &next);
-            if (next - from < slots) break;
-        }
-        sala__session_io(f, at, (size_t)run * page * sizeof *at, 1);
+        int rows = sala__session_rows(m, tier, i, stored, &from);
+        for (int g = 0; g < m->kv_heads && rows < slots; g++)
+            sala__session_io(f, at + (size_t)g * head + (size_t)from * row,
+                             (size_t)rows * row * sizeof *at, 1);
+        for (run = 1; rows == slots && i + run < count && pages[i + run] == pages[i] + run; run++)
+            if (sala__session_rows(m, tier, i + run, stored, &from) < slots) break;
+        if (rows == slots) sala__session_io(f, at, (size_t)run * page * sizeof *at, 1);
     }
 }
 
 static void sala__session_memory(sala__session *f, const sala__sequence *q) {
     sala *s = f->s;
     const sala_dims *m = &s->config.dims;
-    size_t slots = (size_t)s->plan.slots, slot = (size_t)(q - s->sequences);
     size_t path = (size_t)q->pending * (size_t)m->lin_kv_heads * (size_t)m->lin_dim;
     for (int l = 0; l < s->sparse_layers; l++) {
         sala__session_pool(f, m, s->pages[l].k, 0, q->pages, q->stored);
@@ -13546,93 +13531,184 @@ static void sala__session_memory(sala__session *f, const sala__sequence *q) {
         sala__session_pool(f, m, s->pages[l].tier1, 1, q->pages, q->stored);
         sala__session_pool(f, m, s->pages[l].tier2, 2, q->pages, q->stored);
     }
-    for (int l = 0; l < s->lightning_layers; l++)
-        sala__session_io(f, s->states + ((size_t)l * slots + slot) * s->plan.state,
-                         s->plan.state * 4, 1);
     for (int l = 0; l < s->lightning_layers; l++) {
-        size_t at = ((size_t)l * slots + slot) * s->plan.pending;
-        sala__session_io(f, s->pending_k + at, path * sizeof(sala_act), 1);
-        sala__session_io(f, s->pending_v + at, path * sizeof(sala_act), 1);
+        size_t place = (size_t)l * (size_t)s->plan.slots + (size_t)(q - s->sequences);
+        sala__session_io(f, s->states + place * s->plan.state, s->plan.state * 4, 1);
+        sala__session_io(f, s->pending_k + place * s->plan.pending, path * sizeof(sala_act), 1);
+        sala__session_io(f, s->pending_v + place * s->plan.pending, path * sizeof(sala_act), 1);
     }
 }
 
 static void sala__session_draft(sala__session *f, const sala__sequence *q) {
-    sala__draft *d = &f->s->draft;
-    const sala__draft_cache *c = &q->draft;
-    const int32_t *pages = d->tables + (size_t)(c->place - 1) * (size_t)d->blocks;
-    size_t width = 3 * (size_t)f->s->config.dims.hidden;
-    int32_t from = c->seen < q->stored ? c->seen : q->stored - 1; // the last token's are read again
-    if (from < q->stored - SALA_DRAFT_DEBT) from = q->stored - SALA_DRAFT_DEBT;
-    sala__session_pool(f, &f->s->draft_config.dims, d->pages.k, 0, pages, c->filled);
-    sala__session_pool(f, &f->s->draft_config.dims, d->pages.v, 0, pages, c->filled);
-    for (int32_t t = from < 0 ? 0 : from; t < q->stored; t++) {
-        size_t row = (size_t)(c->place - 1) * SALA_DRAFT_DEBT + (size_t)(t % SALA_DRAFT_DEBT);
-        sala__session_io(f, d->debt + row * width, width * sizeof(sala_act), 1);
-    }
+    const sala__draft *d = &f->s->draft;
+    const sala_dims *m = &f->s->draft_config.dims;
+    size_t place = (size_t)(q->draft.place - 1), width = 3 * (size_t)f->s->config.dims.hidden;
+    const int32_t *pages = d->tables + place * (size_t)d->blocks;
+    int32_t t = q->draft.seen;
+    if (t < q->stored - SALA_DRAFT_DEBT) t = q->stored - SALA_DRAFT_DEBT; // older ones are gone
+    sala__session_pool(f, m, d->pages.k, 0, pages, q->draft.filled);
+    sala__session_pool(f, m, d->pages.v, 0, pages, q->draft.filled);
+    for (; t < q->stored; t++)
+        sala__session_io(f,
+                         d->debt + (place * SALA_DRAFT_DEBT + (size_t)t % SALA_DRAFT_DEBT) * width,
+                         width * sizeof(sala_act), 1);
 }
 
-// ---- saving ----
+// ---- the request at work ----
+
+// What was asked for, in either direction. Reading, its lists are fresh memory.
+static void sala__session_ask(sala__session *f, sala_request *ask, sala__string *held,
+                              const char **stop) {
+    const sala__setting *e = sala__request_table;
+    int64_t stop_tokens = ask->stop_token_count, biases = ask->bias_count, stops = ask->stop_count;
+    int64_t bytes = (int64_t)held->size;
+    for (; e < sala__request_table + SALA__ROWS(sala__request_table); e++)
+        sala__session_io(f, (char *)ask + e->offset,
+                         e->kind == SALA__SET_LONG || e->kind == SALA__SET_SEED ? 8 : 4, 0);
+    ask->force = (int32_t *)sala__session_list(f, ask->force, &ask->force_count, 4);
+    ask->guess = (int32_t *)sala__session_list(f, ask->guess, &ask->guess_count, 4);
+    ask->stop_tokens = (int32_t *)sala__session_list(f, ask->stop_tokens, &stop_tokens, 4);
+    ask->biases = (sala_bias *)sala__session_list(f, ask->biases, &biases, sizeof(sala_bias));
+    held->data = (char *)sala__session_list(f, held->data, &bytes, 1);
+    sala__session_io(f, &stops, sizeof stops, 0);
+    sala__session_must(f,
+                       stop_tokens <= SALA__STOP_TOKENS && biases <= f->s->config.dims.vocab &&
+                           stops >= 0 && stops <= SALA__STOP_STRINGS,
+                       "so many stops");
+    if (!f->reading) stop = (const char **)(uintptr_t)ask->stop;
+    for (int64_t i = 0, n; i < stops && f->code == 0; i++) {
+        n = f->reading ? 0 : (int64_t)strlen(stop[i]) + 1;
+        stop[i] = (char *)sala__session_list(f, stop[i], &n, 1);
+        if (stop[i]) ask->stop_count = (int)i + 1; // to be released
+        sala__session_must(f, n > 0 && stop[i] && !stop[i][n - 1], "a stop string without end");
+    }
+    ask->stop = stop;
+    ask->stop_token_count = (int)stop_tokens;
+    ask->bias_count = (int)biases;
+    held->size = held->capacity = (size_t)bytes;
+}
 
 static double sala__session_age(double time) {
     return time > 0 ? sala__now() - time : -1;
 }
 
-static void sala__session_request_of(const sala__request *r, sala__session_request *w) {
-    const sala__sampler *p = &r->sampler;
-    memset(w, 0, sizeof *w);
-    w->token_count = r->token_count, w->prefilled = r->prefilled;
-    w->segment_start = r->segment_start;
-    w->max_tokens = r->max_tokens, w->chosen = r->chosen;
-    w->decode_bytes = r->decode_bytes, w->counted = r->counted;
-    w->force_count = r->force_count, w->guess_count = r->guess_count;
-    w->stop_count = r->stop_count, w->stop_token_count = r->stop_token_count;
-    for (int i = 0; i < r->stop_count; i++) w->stop_bytes += (int64_t)strlen(r->stop[i]) + 1;
-    for (int32_t t = 0; p->biases && t < p->vocab; t++) w->bias_count += p->biases[t] < INFINITY;
-    w->held_bytes = (int64_t)r->held.size;
-    w->age[0] = sala__session_age(r->submitted), w->age[1] = sala__session_age(r->admitted);
-    w->age[2] = sala__session_age(r->first_token), w->age[3] = sala__session_age(r->last_token);
-    w->seed = p->seed, w->temperature = p->temperature;
-    w->top_k = p->top_k, w->top_p = p->top_p, w->min_p = p->min_p;
-    w->repetition_penalty = p->repetition;
-    w->presence_penalty = p->presence, w->frequency_penalty = p->frequency;
-    w->logprobs = r->logprobs, w->ignore_eos = r->ignore_eos, w->special_text = r->stream.special;
-    w->want_rows = r->want_rows, w->want_trees = r->want_trees, w->keep = r->keep;
-    w->took_root = r->took_root, w->cancelled = r->cancelled;
-    w->text_begun = r->stream.begun, w->text_held = r->stream.held_size;
-    memcpy(w->text, r->stream.held, (size_t)r->stream.held_size);
+static void sala__session_put_request(sala__session *f, const sala__request *r) {
+    const double times[4] = {r->submitted, r->admitted, r->first_token, r->last_token};
+    sala__session_request w;
+    sala_request ask = r->asked;
+    sala__string held = r->held;
+    memset(&w, 0, sizeof w);
+    w.token_count = r->token_count;
+    w.prefilled = r->prefilled;
+    w.segment_start = r->segment_start;
+    w.chosen = r->chosen;
+    w.decode_bytes = r->decode_bytes;
+    for (int i = 0; i < 4; i++) w.age[i] = sala__session_age(times[i]);
+    w.counted = r->counted;
+    w.took_root = r->took_root;
+    w.cancelled = r->cancelled;
+    w.text_begun = r->stream.begun;
+    w.text_held = r->stream.held_size;
+    memcpy(w.text, r->stream.held, (size_t)r->stream.held_size);
+    ask.max_tokens = r->max_tokens; // no longer "default"
+    ask.sequence = 0;
+    ask.force = r->force;
+    ask.guess = r->guess;
+    ask.stop_tokens = r->stop_tokens;
+    ask.biases = r->biases;
+    ask.stop = (const char *const *)r->stop;
+    sala__session_io(f, &w, sizeof w, 0);
+    sala__session_ask(f, &ask, &held, NULL);
 }
 
-static void sala__session_put_request(sala__session *f, const sala__request *r) {
-    sala__session_request w;
-    const float *biases = r->sampler.biases;
-    sala__session_request_of(r, &w);
-    sala__session_io(f, &w, sizeof w, 0);
-    sala__session_io(f, r->force, (size_t)w.force_count * 4, 0);
-    sala__session_io(f, r->guess, (size_t)w.guess_count * 4, 0);
-    sala__session_io(f, r->stop_tokens, (size_t)w.stop_token_count * 4, 0);
-    for (int32_t t = 0; biases && t < r->sampler.vocab; t++) {
-        sala_bias bias = {t, biases[t]};
-        if (bias.bias < INFINITY) sala__session_io(f, &bias, sizeof bias, 0);
-    }
-    for (int i = 0; i < r->stop_count; i++)
-        sala__session_io(f, r->stop[i], strlen(r->stop[i]) + 1, 0);
-    sala__session_io(f, r->held.data, r->held.size, 0);
+// Can a request that began there be where this one is? Sums of numbers up to the context do not overflow.
+static int sala__session_agrees(const sala *s, const sala__session_head *h, int64_t history,
+                                const sala__session_request *w) {
+    const int64_t *n = &w->token_count, *count = w->counted.verifies;
+    int ok = w->token_count > 0 && (unsigned)w->took_root <= 1 && (unsigned)w->text_held <= 3;
+    for (int i = 0; i < 4; i++) ok &= n[i] >= 0 && n[i] <= s->options.context;
+    for (; ok && count < (const int64_t *)&w->counted.draft_seconds; count++)
+        ok = *count >= 0 && *count < (int64_t)1 << 48; // statistics, to which more is added
+    ok = ok && w->decode_bytes >= 0 && w->decode_bytes < (int64_t)1 << 60;
+    ok = ok && history == w->segment_start + w->token_count + w->chosen;
+    ok = ok && h->stored == w->segment_start + w->prefilled + (w->chosen ? w->chosen - 1 : 0);
+    if (w->chosen == 0) return ok && w->prefilled < w->token_count && h->pending == 0;
+    return ok && w->prefilled == w->token_count && h->pending < w->chosen;
 }
+
+// A request as if it were submitted, and then what has happened since.
+static sala__request *sala__session_revive(sala__session *f, const sala_request *ask,
+                                           const sala__session_request *w,
+                                           const sala__string *held) {
+    sala *s = f->s;
+    sala_error why;
+    sala__request *r = (sala__request *)sala__alloc(&s->env, 1, sizeof *r, "a request", f->err);
+    if (!r) f->code = SALA_E_MEMORY;
+    if (!r) return NULL;
+    int code = sala__check_request_fields(ask, &why);
+    if (code == 0) code = sala__request_copy(s, ask, r, &why);
+    if (code == 0) code = sala__request_fits(s, r, ask, &why);
+    if (code == 0) code = sala__append(&s->env, &r->held, held->data, held->size, &why);
+    if (code < 0) sala__session_fail(f, code, "its request cannot go on here: %s", why.text);
+    double *const times[4] = {&r->submitted, &r->admitted, &r->first_token, &r->last_token};
+    for (int i = 0; i < 4; i++) // of a machine that booted just now none is so long ago
+        *times[i] = w->age[i] >= 0 ? fmax(sala__now() - w->age[i], 1e-9) : 0;
+    r->prefilled = w->prefilled;
+    r->segment_start = (int32_t)w->segment_start;
+    r->chosen = r->spec.before = w->chosen;
+    r->state = w->chosen ? SALA__DECODE : SALA__PREFILL;
+    r->decode_bytes = w->decode_bytes;
+    r->counted = w->counted;
+    r->took_root = w->took_root;
+    r->cancelled = w->cancelled != 0;
+    r->stream.begun = w->text_begun != 0;
+    r->stream.held_size = w->text_held;
+    memcpy(r->stream.held, w->text, sizeof w->text);
+    return r;
+}
+
+static sala__request *sala__session_get_request(sala__session *f, const sala__session_head *h,
+                                                const int32_t *tokens, int64_t count) {
+    const char *stop[SALA__STOP_STRINGS] = {NULL};
+    sala__string held = {NULL, 0, 0};
+    sala__session_request w;
+    sala__request *r = NULL;
+    sala_request ask;
+    memset(&w, 0, sizeof w);
+    memset(&ask, 0, sizeof ask);
+    sala__session_io(f, &w, sizeof w, 0);
+    sala__session_must(f, sala__session_agrees(f->s, h, count, &w), "where its request is");
+    sala__session_ask(f, &ask, &held, stop);
+    sala__session_must(f, ask.max_tokens > w.chosen && ask.sequence == 0, "where its request ends");
+    ask.tokens = tokens + w.segment_start;
+    ask.token_count = w.token_count;
+    if (f->code == 0) r = sala__session_revive(f, &ask, &w, &held);
+    for (int64_t i = 0; r && f->code == 0 && i < count; i++)
+        sala__sampler_note(&r->sampler, tokens[i], i >= count - w.chosen);
+    const void *const lists[] = {ask.force, ask.guess, ask.stop_tokens, ask.biases, held.data};
+    for (int i = 0; i < 5; i++) sala__release(&f->s->env, (void *)(uintptr_t)lists[i]);
+    for (int i = 0; i < ask.stop_count; i++) sala__release(&f->s->env, (void *)(uintptr_t)stop[i]);
+    return r;
+}
+
+// ---- saving ----
 
 static void sala__session_put(sala__session *f, const sala__sequence *q, const sala__request *r) {
+    int64_t tokens = (int64_t)q->token_count, phases = (int64_t)q->phase_count;
     sala__session_head h;
     sala__session_head_of(f->s, &h);
     h.has_request = r != NULL;
-    h.token_count = (int64_t)q->token_count;
-    h.stored = q->stored, h.pending = q->pending, h.phase_count = (int32_t)q->phase_count;
-    h.draft_filled = q->draft.filled, h.draft_seen = q->draft.seen;
-    if (!q->draft.place) h.draft = 0;
+    h.stored = q->stored;
+    h.pending = q->pending;
+    h.draft_filled = q->draft.filled;
+    h.draft_seen = q->draft.seen;
+    if (!sala__draft_ready(q)) h.draft = 0;
     sala__session_io(f, &h, sizeof h, 0);
-    sala__session_io(f, q->tokens, q->token_count * 4, 0);
-    sala__session_io(f, q->phases, q->phase_count * sizeof *q->phases, 0);
+    sala__session_list(f, q->tokens, &tokens, 4);
+    sala__session_list(f, q->phases, &phases, sizeof *q->phases);
     if (r) sala__session_put_request(f, r);
     sala__session_memory(f, q);
-    if (q->draft.place) sala__session_draft(f, q);
+    if (h.draft) sala__session_draft(f, q);
 }
 
 // The first bytes of a file; the sum of its blocks goes on from theirs.
@@ -13644,73 +13720,68 @@ static void sala__session_start(sala__session *f, unsigned char start[SALA__SESS
     f->sum = sala__checksum(0, start, SALA__SESSION_START);
 }
 
-// The block, and the device if there is one. Every sala__session_begin needs its sala__session_end.
+// The block, and the device if there is one.
 static void sala__session_begin(sala__session *f) {
     sala *s = f->s;
     void *block = NULL;
-    if (s->on_gpu) f->code = sala__cuda_enter(&s->gpu.cuda, f->err);
-    if (f->code < 0) return;
-    if (s->on_gpu)
+    if (!s->on_gpu) {
+        block = sala__alloc(&s->env, SALA__SESSION_BLOCK, 1, "a session", f->err);
+        if (!block) f->code = SALA_E_MEMORY;
+    } else if ((f->code = sala__cuda_enter(&s->gpu.cuda, f->err)) == 0) {
         f->code =
             sala__cuda_alloc_host(&s->gpu.cuda, SALA__SESSION_BLOCK, "a session", &block, f->err);
-    else if (!(block = sala__alloc(&s->env, SALA__SESSION_BLOCK, 1, "a session", f->err)))
-        f->code = SALA_E_MEMORY;
-    if (f->code < 0 && s->on_gpu) sala__cuda_leave(&s->gpu.cuda);
+        if (f->code < 0) sala__cuda_leave(&s->gpu.cuda);
+    }
     f->block = (unsigned char *)block;
+    f->size = SALA__SESSION_BLOCK;
+    f->at = f->reading ? f->size : 8;
+    f->left = f->total;
 }
 
 static void sala__session_end(sala__session *f) {
     sala__cuda *c = &f->s->gpu.cuda;
-    if (!f->block) return;
-    if (!f->s->on_gpu) {
+    if (f->block && f->s->on_gpu) {
+        int code = sala__cuda_wait(c, f->code ? NULL : f->err); // copies may be under way
+        if (f->code == 0) f->code = code;
+        sala__cuda_release_host(c, f->block);
+        sala__cuda_leave(c);
+    } else if (f->block) {
         sala__release(&f->s->env, f->block);
-        return;
     }
-    int code = sala__cuda_wait(c, f->code ? NULL : f->err); // copies of the block may be under way
-    if (f->code == 0) f->code = code;
-    sala__cuda_release_host(c, f->block);
-    sala__cuda_leave(c);
 }
 
-// Write everything to a fresh file beside the path; when it is safe there, it takes the path's place.
+// Write everything to a fresh file beside the path, which then takes the path's place.
 static void sala__session_write(sala__session *f, const sala__sequence *q, const sala__request *r,
-                                char *part, char *folder) {
+                                char *part) {
     unsigned char start[SALA__SESSION_START];
-    struct stat st;
-    if (stat(f->path, &st) == 0 && !S_ISREG(st.st_mode)) {
-        f->code = sala__fail(f->err, SALA_E_FILE, "%s: not a regular file", f->path);
-        return;
-    }
     f->fd = mkostemp(part, O_CLOEXEC);
-    if (f->fd < 0) {
-        f->code = sala__fail(f->err, SALA_E_FILE, "%s: cannot create: %s", part, strerror(errno));
-        return;
-    }
+    if (f->fd < 0) sala__session_fail(f, SALA_E_FILE, "cannot create: %s", strerror(errno));
+    if (f->fd < 0) return;
     sala__session_start(f, start);
     sala__session_move(f, start, sizeof start);
-    f->at = 8;
-    if (f->code == 0) sala__session_put(f, q, r);
+    sala__session_put(f, q, r);
     if (f->code == 0) sala__session_turn(f);
     int bad = f->code == 0 && fsync(f->fd) != 0;
     bad |= close(f->fd) != 0;
     if (f->code == 0 && (bad || rename(part, f->path) != 0))
-        f->code =
-            sala__fail(f->err, SALA_E_FILE, "%s: cannot finish: %s", f->path, strerror(errno));
-    if (f->code < 0) {
-        unlink(part);
-        return;
-    }
-    char *slash = strrchr(folder, '/');
+        sala__session_fail(f, SALA_E_FILE, "cannot finish: %s", strerror(errno));
+    if (f->code < 0) unlink(part);
+    char *slash = strrchr(part, '/'); // the new name too should last; not all file systems can
     if (slash) slash[1] = 0;
-    int fd = open(slash ? folder : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd >= 0) fsync(fd), close(fd); // the new name too; not all file systems can
+    int fd = open(slash ? part : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd >= 0) fsync(fd);
+    if (fd >= 0) close(fd);
 }
 
 SALA_API int sala_save(sala *s, int64_t id, const char *path, sala_error *err) {
     sala__session f;
+    sala__string part = {NULL, 0, 0};
+    struct stat st;
     sala__clear(err);
     if (s->failed) return sala__failed(err);
     if (!path || !*path) return sala__fail(err, SALA_E_ARGUMENT, "sala_save: no path given");
+    if (stat(path, &st) == 0 && !S_ISREG(st.st_mode))
+        return sala__fail(err, SALA_E_FILE, "%s: not a regular file", path);
     const sala__sequence *q = sala__find_sequence(s, id);
     const sala__request *r = s->requests;
     while (r && !(r->slot >= 0 && (r->id == id || (q && r->sequence == id)))) r = r->next;
@@ -13724,260 +13795,147 @@ SALA_API int sala_save(sala *s, int64_t id, const char *path, sala_error *err) {
     f.path = path;
     f.err = err;
     sala__session_put(&f, q, r); // measure
-    f.left = f.total;
-    f.mode = SALA__WRITE;
-    sala__string part = {NULL, 0, 0}, folder = {NULL, 0, 0};
     f.code = sala__append(&s->env, &part, path, strlen(path), err);
     if (f.code == 0) f.code = sala__append(&s->env, &part, ".part-XXXXXX", 12, err);
-    if (f.code == 0) f.code = sala__append(&s->env, &folder, path, strlen(path), err);
     if (f.code == 0) sala__session_begin(&f);
-    if (f.code == 0) sala__session_write(&f, q, r, part.data, folder.data);
+    if (f.code == 0) sala__session_write(&f, q, r, part.data);
     sala__session_end(&f);
     sala__release(&s->env, part.data);
-    sala__release(&s->env, folder.data);
     return f.code;
 }
 
 // ---- loading ----
 
-// What a file holds before it belongs to the engine.
-typedef struct sala__session_parts {
-    sala__session_head head;
-    int32_t *tokens; // [head.token_count]
-    sala__phase *phases;
-    sala__request *request;
-} sala__session_parts;
-
 // Open a file and look at its first bytes.
 static void sala__session_open(sala__session *f) {
-    unsigned char start[SALA__SESSION_START], want[SALA__SESSION_START];
+    unsigned char start[SALA__SESSION_START] = {0}, want[SALA__SESSION_START];
+    const int64_t payload = (int64_t)SALA__SESSION_BLOCK - 8;
     uint32_t version;
     struct stat st;
     f->fd = open(f->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (f->fd < 0 || fstat(f->fd, &st) < 0) {
-        f->code = sala__fail(f->err, SALA_E_FILE, "%s: cannot open: %s", f->path, strerror(errno));
-        return;
-    }
-    size_t got = S_ISREG(st.st_mode) ? sala__session_move(f, start, sizeof start) : 0;
-    if (f->code == 0 && (got < sizeof start || memcmp(start, "SALASES", 8) != 0))
-        f->code =
-            sala__fail(f->err, SALA_E_FILE, "%s: not a session that sala_save wrote", f->path);
+    if (f->fd < 0 || fstat(f->fd, &st) < 0)
+        sala__session_fail(f, SALA_E_FILE, "cannot open: %s", strerror(errno));
     if (f->code < 0) return;
+    if (S_ISREG(st.st_mode)) sala__session_move(f, start, sizeof start);
+    if (memcmp(start, "SALASES", 8) != 0)
+        sala__session_fail(f, SALA_E_FILE, "not a session that sala_save wrote");
     memcpy(&version, start + 8, 4);
     memcpy(&f->total, start + 16, 8);
-    f->left = f->total;
-    sala__session_start(f, want);
     if (version != SALA__SESSION_VERSION)
-        f->code = sala__fail(f->err, SALA_E_FILE,
-                             "%s: a session of version %u, but sala %s reads version %d", f->path,
-                             version, SALA_VERSION, SALA__SESSION_VERSION);
-    else if (memcmp(start, want, sizeof start) != 0 || f->total <= 0 || f->total > INT64_MAX / 2)
-        sala__session_damaged(f, "its first bytes were altered");
-    else {
-        int64_t payload = (int64_t)SALA__SESSION_BLOCK - 8;
-        int64_t whole = f->total + SALA__SESSION_START + (f->total + payload - 1) / payload * 8;
-        if (whole != st.st_size)
-            f->code = sala__fail(f->err, SALA_E_FILE,
-                                 "%s: a session cut short or altered: %lld bytes instead of %lld",
-                                 f->path, (long long)st.st_size, (long long)whole);
-    }
+        sala__session_fail(f, SALA_E_FILE, "a session of version %u, but sala %s reads version %d",
+                           version, SALA_VERSION, SALA__SESSION_VERSION);
+    sala__session_start(f, want);
+    sala__session_must(
+        f, memcmp(start, want, sizeof start) == 0 && f->total > 0 && f->total < INT64_MAX / 2,
+        "how it begins");
+    if (f->code < 0) return;
+    int64_t whole = f->total + SALA__SESSION_START + (f->total + payload - 1) / payload * 8;
+    if (whole != st.st_size)
+        sala__session_fail(f, SALA_E_FILE,
+                           "a session cut short or altered: %lld bytes instead of %lld",
+                           (long long)st.st_size, (long long)whole);
 }
 
-// Do its numbers say of a request what can be? All are within 0 .. 2^30, and so are their sums.
-static int sala__session_agrees(const sala *s, const sala__session_head *h,
-                                const sala__session_request *w) {
-    const int64_t most = s->options.context, *n = &w->token_count;
-    const int64_t *counter = w->counted.verifies, *end = (const int64_t *)&w->counted.draft_seconds;
-    int ok = w->token_count > 0 && w->max_tokens > 0 && w->chosen < w->max_tokens;
-    for (int i = 0; i < 5; i++) ok &= n[i] >= 0 && n[i] <= most;
-    for (; ok && counter < end; counter++) ok = *counter >= 0 && *counter < (int64_t)1 << 48;
-    ok &= w->decode_bytes >= 0 && w->decode_bytes < (int64_t)1 << 60;
-    ok &= w->chosen ? w->prefilled == w->token_count : w->prefilled < w->token_count;
-    ok &= h->token_count == w->segment_start + w->token_count + w->chosen;
-    ok &= h->stored == w->segment_start + w->prefilled + (w->chosen ? w->chosen - 1 : 0);
-    ok &= w->chosen ? h->pending < w->chosen : h->pending == 0;
-    ok &= (unsigned)w->took_root <= 1 && (unsigned)w->cancelled <= 1;
-    ok &= (unsigned)w->text_begun <= 1 && (unsigned)w->text_held <= 3;
-    return ok && w->stop_count >= 0 && w->stop_count <= SALA__STOP_STRINGS;
-}
-
-static double sala__session_time(double age) { // a machine that just booted has no time so long ago
-    return age >= 0 ? fmax(sala__now() - age, 1e-9) : 0;
-}
-
-// The request as its engine had it: as if it were submitted, then what has happened since.
-static void sala__session_make(sala__session *f, sala__session_parts *p, sala_request *ask,
-                               const sala__session_request *w, const char *held) {
-    sala *s = f->s;
-    sala_error why;
-    sala__request *r = (sala__request *)sala__alloc(&s->env, 1, sizeof *r, "a request", f->err);
-    p->request = r;
-    if (!r) {
-        f->code = SALA_E_MEMORY;
-        return;
-    }
-    int code = sala__check_request_fields(ask, &why);
-    if (code == 0) code = sala__request_copy(s, ask, r, &why);
-    if (code == 0) code = sala__request_fits(s, r, ask, &why);
-    if (code == 0 && w->held_bytes) // also of a text without stop strings: nothing is held then
-        code = sala__append(&s->env, &r->held, held, (size_t)w->held_bytes, &why);
-    if (code < 0) {
-        f->code = sala__fail(f->err, code, "%s: its request cannot go on: %s", f->path, why.text);
-        return;
-    }
-    for (int64_t i = 0; i < p->head.token_count; i++)
-        sala__sampler_note(&r->sampler, p->tokens[i], i >= w->segment_start + w->token_count);
-    r->prefilled = w->prefilled, r->segment_start = (int32_t)w->segment_start;
-    r->took_root = w->took_root, r->cancelled = w->cancelled;
-    r->chosen = r->spec.before = w->chosen;
-    r->state = w->chosen ? SALA__DECODE : SALA__PREFILL;
-    r->decode_bytes = w->decode_bytes, r->counted = w->counted;
-    r->submitted = sala__session_time(w->age[0]), r->admitted = sala__session_time(w->age[1]);
-    r->first_token = sala__session_time(w->age[2]), r->last_token = sala__session_time(w->age[3]);
-    r->stream.begun = w->text_begun, r->stream.held_size = w->text_held;
-    memcpy(r->stream.held, w->text, sizeof w->text);
-}
-
-static void sala__session_get_request(sala__session *f, sala__session_parts *p) {
-    const sala__env *env = &f->s->env;
-    const char *stop[SALA__STOP_STRINGS];
-    sala__session_request w;
-    sala_request ask;
-    memset(&w, 0, sizeof w);
-    memset(&ask, 0, sizeof ask);
-    sala__session_io(f, &w, sizeof w, 0);
-    if (f->code == 0 && !sala__session_agrees(f->s, &p->head, &w))
-        sala__session_damaged(f, "the numbers of its request contradict each other");
-    void *force = sala__session_list(f, w.force_count, 4, "forced tokens");
-    void *guess = sala__session_list(f, w.guess_count, 4, "a guess");
-    void *stops = sala__session_list(f, w.stop_token_count, 4, "stop tokens");
-    void *biases = sala__session_list(f, w.bias_count, sizeof(sala_bias), "logit biases");
-    char *text = (char *)sala__session_list(f, w.stop_bytes, 1, "stop strings");
-    char *held = (char *)sala__session_list(f, w.held_bytes, 1, "text");
-    for (int64_t i = 0, at = 0; f->code == 0 && i < w.stop_count; i++, at++) {
-        stop[i] = text + at;
-        while (at < w.stop_bytes && text[at]) at++;
-        if (at >= w.stop_bytes) sala__session_damaged(f, "a stop string has no end");
-    }
-    ask.tokens = p->tokens + w.segment_start, ask.token_count = w.token_count;
-    ask.keep = w.keep, ask.max_tokens = w.max_tokens, ask.temperature = w.temperature;
-    ask.top_k = w.top_k, ask.top_p = w.top_p, ask.min_p = w.min_p;
-    ask.repetition_penalty = w.repetition_penalty;
-    ask.presence_penalty = w.presence_penalty, ask.frequency_penalty = w.frequency_penalty;
-    ask.seed = w.seed, ask.biases = (const sala_bias *)biases, ask.bias_count = w.bias_count;
-    ask.stop = stop, ask.stop_count = w.stop_count, ask.stop_tokens = (const int32_t *)stops;
-    ask.stop_token_count = w.stop_token_count, ask.ignore_eos = w.ignore_eos;
-    ask.logprobs = w.logprobs, ask.special_text = w.special_text;
-    ask.force = (const int32_t *)force, ask.force_count = w.force_count;
-    ask.guess = (const int32_t *)guess, ask.guess_count = w.guess_count;
-    ask.want_rows = w.want_rows, ask.want_trees = w.want_trees;
-    if (f->code == 0) sala__session_make(f, p, &ask, &w, held);
-    void *const lists[] = {force, guess, stops, biases, text, held};
-    for (int i = 0; i < 6; i++) sala__release(env, lists[i]);
-}
-
-// Everything before the memory: read and judged.
-static void sala__session_get(sala__session *f, sala__session_parts *p) {
-    sala__session_head *h = &p->head;
+// What a file holds before its memory: read and judged into `q`, a sequence that is nobody's yet.
+static sala__request *sala__session_get(sala__session *f, sala__session_head *h,
+                                        sala__sequence *q) {
     const sala *s = f->s;
+    int64_t tokens = 0, phases = 0;
     sala__session_io(f, h, sizeof *h, 0);
     sala__session_compare(f, h);
-    if (f->code < 0) return;
-    const int64_t n = h->token_count, behind = n - h->stored; // tokens that are not in pages
-    if (n > s->options.context) {
-        f->code = sala__fail(f->err, SALA_E_ARGUMENT,
-                             "%s holds %lld tokens, which do not fit the context of %lld: raise "
-                             "--context",
-                             f->path, (long long)n, (long long)s->options.context);
-        return;
-    }
-    int ok = n >= 0 && h->stored >= 0 && behind >= 0 && h->pending >= 0 && h->zero == 0 &&
-             h->pending <= h->stored && h->pending <= SALA_MAX_PATH &&
-             h->phase_count <= h->stored && (h->phase_count > 0) == (h->stored > 0) &&
-             (unsigned)h->has_request <= 1 && (behind <= 1 || h->has_request);
-    if (!ok) sala__session_damaged(f, "its numbers contradict each other");
-    p->tokens = (int32_t *)sala__session_list(f, n, 4, "a history");
-    p->phases =
-        (sala__phase *)sala__session_list(f, h->phase_count, sizeof *p->phases, "a history");
-    for (int64_t i = 0; f->code == 0 && i < n; i++)
-        if (p->tokens[i] < 0 || p->tokens[i] >= s->config.dims.vocab)
-            sala__session_damaged(f, "a token is none of this model's");
-    for (int i = 0; f->code == 0 && i < h->phase_count; i++) {
-        const sala__phase *at = &p->phases[i];
-        if (at->first >= h->stored || (i ? at->first <= at[-1].first : at->first != 0) ||
-            (unsigned)at->verified > (unsigned)(i > 0))
-            sala__session_damaged(f, "its phases are in no order");
-    }
-    if (f->code == 0 && h->has_request) sala__session_get_request(f, p);
+    sala__session_must(f, !h->zero[0] && !h->zero[1] && (unsigned)h->has_request <= 1, "its head");
+    q->tokens = (int32_t *)sala__session_list(f, NULL, &tokens, 4);
+    q->phases = (sala__phase *)sala__session_list(f, NULL, &phases, sizeof *q->phases);
+    q->token_count = q->token_capacity = (size_t)tokens;
+    q->phase_count = q->phase_capacity = (size_t)phases;
+    q->stored = h->stored;
+    q->pending = h->pending;
+    sala__session_must(f,
+                       h->stored >= 0 && h->stored <= tokens && h->pending >= 0 &&
+                           h->pending <= h->stored && h->pending <= SALA_MAX_PATH &&
+                           (h->has_request || tokens - h->stored <= 1),
+                       "so many tokens");
+    sala__session_must(f, (phases > 0) == (h->stored > 0), "how it came to be");
+    for (int64_t i = 0; f->code == 0 && i < tokens; i++)
+        sala__session_must(f, q->tokens[i] >= 0 && q->tokens[i] < s->config.dims.vocab, "a token");
+    for (int64_t i = 0, last = -1; f->code == 0 && i < phases; last = q->phases[i++].first)
+        sala__session_must(f,
+                           q->phases[i].first > last && q->phases[i].first < h->stored &&
+                               (i || !q->phases[i].first) &&
+                               (unsigned)q->phases[i].verified <= (unsigned)(i > 0),
+                           "how it came to be");
+    sala__request *r = NULL;
+    if (f->code == 0 && h->has_request) r = sala__session_get_request(f, h, q->tokens, tokens);
+    q->root = f->code == 0 && tokens > h->stored && (!r || r->chosen) ? q->tokens[tokens - 1] : -1;
+    return r;
 }
 
-// A slot and pages. What the request may still need is reserved, as at admission.
-static sala__sequence *sala__session_place(sala__session *f, const sala__session_parts *p) {
+// A slot and pages for it. What the request may still need is reserved, as at admission.
+static sala__sequence *sala__session_place(sala__session *f, const sala__sequence *from,
+                                           const sala__request *r) {
     sala *s = f->s;
-    const sala__request *r = p->request;
     sala__sequence *q = NULL;
-    int64_t tokens = p->head.token_count;
-    if (r) tokens += r->max_tokens - r->chosen;
+    int64_t tokens = (int64_t)from->token_count + (r ? r->max_tokens - r->chosen : 0);
     int64_t need = sala__pages_for(s, tokens);
     for (int i = 0; !q && i < s->plan.slots; i++)
         if (!s->sequences[i].id) q = &s->sequences[i];
     if (tokens > s->options.context)
-        f->code = sala__fail(f->err, SALA_E_ARGUMENT,
-                             "%s needs room for %lld tokens, more than the context of %lld: raise "
-                             "--context",
-                             f->path, (long long)tokens, (long long)s->options.context);
-    else if (!q)
-        f->code = sala__fail(f->err, SALA_E_MEMORY,
-                             "%s: all %d sequences are taken: release one or raise --max-sequences",
-                             f->path, s->plan.slots);
-    else if (need > s->free_page_count)
-        f->code = sala__fail(f->err, SALA_E_MEMORY,
-                             "%s needs %lld pages of the K/V cache but %lld are free: release a "
-                             "sequence or raise --kv-tokens",
-                             f->path, (long long)need, (long long)s->free_page_count);
+        sala__session_fail(f, SALA_E_ARGUMENT,
+                           "needs %lld tokens, more than the context of %lld: raise --context",
+                           (long long)tokens, (long long)s->options.context);
+    if (!q)
+        sala__session_fail(f, SALA_E_MEMORY,
+                           "all %d sequences are taken: release one or raise --max-sequences",
+                           s->plan.slots);
+    if (need > s->free_page_count)
+        sala__session_fail(f, SALA_E_MEMORY,
+                           "needs %lld pages of the K/V cache, of which %lld are free: release a "
+                           "sequence or raise --kv-tokens",
+                           (long long)need, (long long)s->free_page_count);
     if (f->code < 0) return NULL;
-    q->stored = p->head.stored, q->pending = p->head.pending;
-    q->root = tokens > q->stored && (!r || r->chosen) ? p->tokens[p->head.token_count - 1] : -1;
+    q->stored = from->stored;
+    q->pending = from->pending;
     f->code = sala__take_pages(s, q, need, f->err);
     if (f->code == 0) f->code = sala__draft_forget(s, (int)(q - s->sequences), f->err);
     return q;
 }
 
-// The rest of the file: the memory of the sequence, and what the draft head knows, if it is this one.
+// The rest of the file: the memory of the sequence, and what the draft head knows, if it is this one and
+// its window holds that.
 static void sala__session_fill(sala__session *f, sala__sequence *q, const sala__session_head *h) {
-    const sala__draft *d = &f->s->draft;
     int known = h->draft && h->draft == f->s->fingerprint[1] && q->draft.place;
+    sala__session_must(f, h->draft_filled >= 0 && h->draft_seen >= 0 && h->draft_seen <= h->stored,
+                       "what its draft head knows");
     sala__session_memory(f, q);
-    if (f->code == 0 && !h->draft && f->left)
-        sala__session_damaged(f, "it does not end where it should");
-    if (f->code == 0 && h->draft &&
-        (h->draft_filled < 0 || h->draft_seen < 0 || h->draft_seen > h->stored))
-        sala__session_damaged(f, "the numbers of its draft head contradict each other");
-    if (f->code == 0 && known && h->draft_filled <= d->blocks * 64) { // this window may be smaller
+    if (f->code == 0 && known && h->draft_filled <= f->s->draft.blocks * 64) {
         q->draft.filled = h->draft_filled;
         q->draft.seen = h->draft_seen;
         sala__session_draft(f, q);
-        if (f->left) sala__session_damaged(f, "it does not end where it should");
+        known = 2;
     }
+    sala__session_must(f, f->left == 0 || (h->draft && known < 2), "where it ends");
     while (f->left > 0 && f->code == 0) { // of another head: checksums only
         f->left -= (int64_t)(f->size - f->at);
+        f->at = f->size;
         if (f->left > 0) sala__session_turn(f);
     }
 }
 
-// It is the engine's now.
-static void sala__session_adopt(sala *s, sala__sequence *q, sala__session_parts *p) {
-    sala__request *r = p->request, **end = &s->requests;
+// It is the engine's now: a sequence, and its request at work.
+static void sala__session_adopt(sala *s, sala__sequence *q, const sala__sequence *from,
+                                sala__request *r) {
+    sala__request **end = &s->requests;
     sala__release(&s->env, q->tokens);
     sala__release(&s->env, q->phases);
-    q->tokens = p->tokens;
-    q->token_count = q->token_capacity = (size_t)p->head.token_count;
-    q->phases = p->phases;
-    q->phase_count = q->phase_capacity = (size_t)p->head.phase_count;
+    q->tokens = from->tokens;
+    q->token_count = q->token_capacity = from->token_count;
+    q->phases = from->phases;
+    q->phase_count = q->phase_capacity = from->phase_count;
+    q->root = from->root;
     q->id = ++s->next_id;
-    q->request = 0;
+    q->request = r ? q->id : 0;
     if (!r) return;
-    q->request = r->id = r->sequence = q->id;
+    r->id = r->sequence = q->id;
     r->slot = (int32_t)(q - s->sequences);
     while (*end) end = &(*end)->next;
     *end = r;
@@ -13985,36 +13943,36 @@ static void sala__session_adopt(sala *s, sala__sequence *q, sala__session_parts 
 
 SALA_API int64_t sala_load(sala *s, const char *path, sala_session *session, sala_error *err) {
     sala__session f;
-    sala__session_parts p;
-    sala__sequence *q = NULL;
+    sala__session_head head;
+    sala__sequence read, *q = NULL;
+    sala__request *r = NULL;
     sala__clear(err);
     if (s->failed) return sala__failed(err);
     if (!path || !*path) return sala__fail(err, SALA_E_ARGUMENT, "sala_load: no path given");
     memset(&f, 0, sizeof f);
-    memset(&p, 0, sizeof p);
+    memset(&head, 0, sizeof head);
+    memset(&read, 0, sizeof read);
     f.s = s;
     f.path = path;
     f.err = err;
-    f.mode = SALA__READ;
+    f.reading = 1;
     sala__session_open(&f);
     if (f.code == 0) sala__session_begin(&f);
-    if (f.code == 0) sala__session_get(&f, &p);
-    if (f.code == 0) q = sala__session_place(&f, &p);
-    if (f.code == 0) sala__session_fill(&f, q, &p.head);
+    if (f.code == 0) r = sala__session_get(&f, &head, &read);
+    if (f.code == 0) q = sala__session_place(&f, &read, r);
+    if (f.code == 0) sala__session_fill(&f, q, &head);
     sala__session_end(&f);
     if (f.fd >= 0) close(f.fd);
     if (f.code < 0) {
         if (q) sala__free_sequence(s, q);
-        if (p.request) sala__drop_request(s, p.request);
-        sala__release(&s->env, p.tokens);
-        sala__release(&s->env, p.phases);
+        if (r) sala__drop_request(s, r);
+        sala__release(&s->env, read.tokens);
+        sala__release(&s->env, read.phases);
         return f.code;
     }
-    sala__session_adopt(s, q, &p);
-    if (session) {
-        sala_session found = {q->id, q->request, p.head.token_count, q->root};
-        *session = found;
-    }
+    sala__session_adopt(s, q, &read, r);
+    sala_session found = {q->id, q->request, (int64_t)q->token_count, q->root};
+    if (session) *session = found;
     return q->id;
 }
 #ifndef __clang__
