@@ -9265,7 +9265,7 @@ typedef struct sala__sequence {
 typedef struct sala__prefix {
     int32_t *tokens; // [length] then its pages [length / block]
     int32_t length;  // 0: this one is free
-    int64_t used;    // when it was last of use
+    int64_t used;    // the latest request that it was of use for
 } sala__prefix;
 
 // Speculation of one request: its index of n-grams, how drafts did, and what is tried next.
@@ -9471,7 +9471,7 @@ struct sala {
     int64_t idle_page_count;           // pages that only prefixes hold
     sala__prefix *prefixes;            // [plan.snapshots]
     float *snapshots;                  // [plan.snapshots, lightning_layers, plan.state]
-    int64_t prefix_clock;              // goes on where one is made, used or dropped
+    int64_t prefix_clock;              // goes on where one is made or dropped
     float *states;                     // [lightning_layers, slots, lin_heads, lin_dim, lin_dim]
     sala_act *pending_k,
         *pending_v;            // [lightning_layers, slots, SALA_MAX_PATH, lin_kv_heads, lin_dim]
@@ -12608,14 +12608,16 @@ static void sala__prefix_drop(sala *s, sala__prefix *p) {
     s->prefix_clock++;
 }
 
-// The prefix that was of no use for longest, NULL: there is none. `idle`: of those that hold idle pages,
-// of which the last is one, since sequences hold pages from the first on.
-static sala__prefix *sala__prefix_oldest(const sala *s, int idle) {
+// The prefix that was of no use for longest, of several the longest; NULL: there is none. `frees`: of
+// those that alone hold a page, which then is their last one: sequences hold pages from the first on, so
+// do longer prefixes.
+static sala__prefix *sala__prefix_oldest(const sala *s, int frees) {
     sala__prefix *oldest = NULL;
     for (sala__prefix *p = s->prefixes; p && p < s->prefixes + s->plan.snapshots; p++) {
         if (!p->length || (oldest && oldest->used < p->used)) continue;
+        if (oldest && oldest->used == p->used && oldest->length > p->length) continue;
         int32_t last = sala__prefix_pages(p)[p->length / s->config.dims.block - 1];
-        if (!idle || !s->page_users[last]) oldest = p;
+        if (!frees || (!s->page_users[last] && s->page_cached[last] == 1)) oldest = p;
     }
     return oldest;
 }
@@ -12674,7 +12676,7 @@ static int sala__prefix_adopt(sala *s, sala__request *r, sala__sequence *q, sala
     }
     q->stored = q->draft.seen = r->shared = p->length; // the draft head sees what follows
     r->reused = r->prefilled = p->length;
-    p->used = ++s->prefix_clock;
+    p->used = r->id;
     return code;
 }
 
@@ -12718,7 +12720,8 @@ static sala__prefix *sala__prefix_new(sala *s, const sala__request *r, int32_t l
     for (int i = 0; i < pages; i++) s->page_cached[tokens[length + i]]++;
     to->tokens = tokens;
     to->length = length;
-    to->used = ++s->prefix_clock;
+    to->used = r->id;
+    s->prefix_clock++;
     return to;
 }
 

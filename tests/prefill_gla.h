@@ -323,14 +323,15 @@ static void prefill_gla_bits(void) {
 
 // Copies of the state on the way are what a chunk that ended there would have left, and change nothing.
 static void prefill_gla_copies(void) {
-    static const int after[][SALA_GLA_COPIES] = {{43, 171, 235}, {43, 107, 299}, {299, 0, 0}};
+    static const int after[][SALA_GLA_COPIES] = {
+        {43, 171, 235}, {43, 107, 299}, {299, 0, 0}, {64, 192, 256}};
     sala_dims m = tiles_dims(2, 1);
     device_open_units(&m, 3);
-    for (int round = 0; round < 3; round++)
+    for (int round = 0; round < 4; round++)
         for (int twin = 0; twin < 2; twin++) {
             check_seed = 7;
-            tiles *p = tiles_make(&m, 299, 21);
-            p->copies = round < 2 ? SALA_GLA_COPIES : 1;
+            tiles *p = tiles_make(&m, 299, round < 3 ? 21 : 128);
+            p->copies = round == 2 ? 1 : SALA_GLA_COPIES;
             size_t bytes = tiles_slot(p) * 4, own = (size_t)p->slot * tiles_slot(p);
             for (int i = 0; i < p->copies; i++) {
                 p->copy_after[i] = after[round][i];
@@ -342,7 +343,7 @@ static void prefill_gla_copies(void) {
                 tiles_device(p, 65536);
             for (int i = 0; i <= p->copies; i++) {
                 check_seed = 7;
-                tiles *q = tiles_make(&m, 299, 21);
+                tiles *q = tiles_make(&m, 299, round < 3 ? 21 : 128);
                 if (i < p->copies) q->rows = p->copy_after[i];
                 if (twin)
                     tiles_twin(q);
