@@ -12492,7 +12492,7 @@ static int sala__emit_text(sala *s, sala__request *r, size_t bytes, sala_error *
 static void sala__fill_timings(const sala__request *r, sala_timings *t) {
     *t = r->counted;
     t->prompt_tokens = r->prefilled - r->shared;
-    t->reused_tokens = r->reused;
+    t->reused_tokens = r->admitted > 0 ? r->reused : 0;
     t->output_tokens = r->chosen;
     t->queue_seconds = r->admitted > 0 ? r->admitted - r->submitted : 0;
     double until = r->first_token > 0 ? r->first_token : sala__now(); // cancelled in prefill
@@ -12745,7 +12745,8 @@ static void sala__take_history(sala *s, sala__request *r) {
     const sala__prefix *p = sala__prefix_of(s, r);
     for (sala__sequence *q = s->sequences; q < s->sequences + s->plan.slots; q++) {
         int64_t count = (int64_t)q->token_count, most = r->token_count - (q->root < 0);
-        if (!q->id || q->request || count > most || (best && count <= (int64_t)best->token_count))
+        if (!q->id || q->request || !count || count > most ||
+            (best && count <= (int64_t)best->token_count))
             continue;
         if (!memcmp(q->tokens, r->tokens, (size_t)count * 4)) best = q;
     }
