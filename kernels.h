@@ -388,6 +388,8 @@ typedef struct sala_qk_args {
     sala_act *k;                // [rows, kv_heads, dim]
 } sala_qk_args;
 
+#define SALA_GLA_COPIES 3 // of a state, in one pass of prefill
+
 // Lightning attention. q and k are first normed and rotated as in sala_qk_args. State S[key][value]
 // of each head: S = decay * S + k v^T, o = scale * S^T q.
 // prefill: chunk form, tiles of SALA_TILE. verify: one fma per element and token, in path order:
@@ -412,6 +414,11 @@ typedef struct sala_gla_args {
     // that others grow from than the next leaves its state in place fork >> 4.
     int32_t tree_slots;
     const int32_t *forks; // [rows]
+    // Prefill: states that others will go on from. Behind so many rows, ascending, each the end of a
+    // tile, the state of all heads is copied there.
+    int32_t copies;
+    int32_t copy_after[SALA_GLA_COPIES];
+    float *copy_to[SALA_GLA_COPIES]; // [lin_heads, lin_dim, lin_dim]
 } sala_gla_args;
 
 // Prefill: copy k, v of the rows into pages; then the compressed rows that the chunk's tokens

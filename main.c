@@ -252,9 +252,11 @@ static void run_json(const cli_args *a, const generation *g, const run_input *in
         cli_json_text(stdout, in->prompt.data, in->prompt.size);
     }
     if (logprobs) printf(", \"logprobs\": [%s]", logprobs);
-    printf(", \"timings\": {\"output_tokens\": %lld, \"queue_seconds\": %.6f, \"prefill_seconds\": "
-           "%.6f, ",
-           (long long)t->output_tokens, t->queue_seconds, t->prefill_seconds);
+    printf(", \"timings\": {\"output_tokens\": %lld, \"reused_tokens\": %lld, \"queue_seconds\": "
+           "%.6f, "
+           "\"prefill_seconds\": %.6f, ",
+           (long long)t->output_tokens, (long long)t->reused_tokens, t->queue_seconds,
+           t->prefill_seconds);
     printf("\"decode_seconds\": %.6f, \"decode_bytes\": %lld, \"first_token_seconds\": ",
            t->decode_seconds, (long long)t->decode_bytes);
     if (t->output_tokens)
@@ -301,6 +303,7 @@ static int sala_run(int argc, char **argv) {
     run_input in = {0};
     sala *engine = NULL;
     cli_start(&a, &run_command, argc, argv);
+    a.options.reuse = "off"; // there is one request
     if (run_arguments(&a, &in) == 0 && (engine = cli_open(&a)) != NULL)
         a.code = run_generate(&a, engine, &in);
     sala_close(engine);
@@ -387,7 +390,8 @@ static int chat_prompt(chat *c, const char *text, cli_buffer *out, sala_error *e
 
 // Note what the engine now holds, after a request with `tokens` that ended in whatever way.
 static void chat_note(chat *c, const generation *g, const cli_buffer *tokens) {
-    int64_t pending = c->last >= 0, read = g->timings.prompt_tokens - pending;
+    int64_t pending = c->last >= 0,
+            read = g->timings.prompt_tokens + g->timings.reused_tokens - pending;
     c->sequence = g->sequence;
     c->timings = g->timings;
     c->turns++;
@@ -596,6 +600,8 @@ static int info_rows(const sala_info *i, info_row *rows) {
         {"max_sequences", "sequences", INFO_COUNT, i->max_sequences},
         {"kv_tokens_total", "K/V cache (tokens)", INFO_COUNT, i->kv_tokens_total},
         {"kv_tokens_reserved", "  in use", INFO_COUNT, i->kv_tokens_reserved},
+        {"kv_tokens_idle", "  of prefixes alone", INFO_COUNT, i->kv_tokens_idle},
+        {"snapshots", "snapshots of prefixes", INFO_COUNT, i->snapshots},
         {"chunk", "prefill chunk (tokens)", INFO_COUNT, i->chunk},
         {"threads", "threads", INFO_COUNT, i->threads},
         {NULL, "Memory plan", INFO_GROUP, 0},
@@ -606,6 +612,7 @@ static int info_rows(const sala_info *i, info_row *rows) {
         {"state_bytes", "lightning states", INFO_BYTES, i->state_bytes},
         {"pending_bytes", "pending paths", INFO_BYTES, i->pending_bytes},
         {"unpack_bytes", "4-bit weights, unpacked", INFO_BYTES, i->unpack_bytes},
+        {"reuse_bytes", "snapshots of prefixes", INFO_BYTES, i->reuse_bytes},
         {"scratch_bytes", "scratch", INFO_BYTES, i->scratch_bytes},
         {"total_bytes", "total", INFO_BYTES, i->total_bytes},
         {NULL, "Scale", INFO_GROUP, 0},
@@ -630,6 +637,7 @@ static void info_print(const sala_info *i, const char *path) {
     printf("%-28s %s\n", "prefill", i->prefill);
     printf("%-28s %s\n", "weights", i->weight_kinds);
     printf("%-28s %s\n", "drafts", i->spec);
+    printf("%-28s %s\n", "reuse", i->reuse);
     if (i->draft[0]) printf("%-28s %s\n", "draft head", i->draft);
     if (i->chat_template) printf("%-28s %s\n", "chat template", i->chat_template);
     printf("%-28s %.2f\n", "bits per weight", i->bits_per_weight);
@@ -664,6 +672,7 @@ static void info_json(const sala_info *i, const char *path) {
     info_json_word("draft", i->draft);
     info_json_word("chat_template", i->chat_template);
     info_json_word("spec", i->spec);
+    info_json_word("reuse", i->reuse);
     for (int r = 0; r < n; r++)
         if (rows[r].key) printf("\"%s\": %lld, ", rows[r].key, (long long)rows[r].value);
     printf("\"eos\": [");

@@ -2951,9 +2951,9 @@ SALA_DEVICE const sala_act *sala_gla_narrow(const sala_act (*tile)[SALA_GLA_WIDE
 
 // ---- keepers: s[16 columns][8 keys] of S^T, keys 32 * which ..
 
-SALA_DEVICE void sala_gla_move(const sala_gla_args *a, const sala_gla_chunk *at, bool back,
+SALA_DEVICE void sala_gla_move(float *states, const sala_gla_chunk *at, bool back,
                                float s[2][4][4]) {
-    float *state = a->state + ((int64_t)a->rows->seqs[0].slot * MODEL.lin_heads + at->head) * 16384;
+    float *state = states + (int64_t)at->head * 16384;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         float *own = state + sala_state_place(32 * at->which + 8 * (i & 3) + at->pair,
@@ -3022,21 +3022,27 @@ SALA_DEVICE void sala_gla_update(const sala_gla_chunk *at, const uint32_t high[4
 }
 
 SALA_DEVICE void sala_gla_keep(const sala_gla_args *a, sala_gla_chunk at) {
-    float s[2][4][4];
+    float s[2][4][4], *own = a->state + (int64_t)a->rows->seqs[0].slot * MODEL.lin_heads * 16384;
     uint32_t high[4][2][4], low[4][2][4];
-    sala_gla_move(a, &at, false, s);
+    sala_gla_move(own, &at, false, s);
     sala_gla_show(&at, s);
     sala_gla_meet();
+    int t = 0;
 #pragma unroll 1
-    for (int t = 0; t < at.tiles; t++) {
-        sala_gla_tile(&at, t);
-        sala_gla_values(&at, high, low);
-        sala_gla_meet();
-        sala_gla_update(&at, high, low, s);
-        sala_gla_meet();
-        sala_gla_show(&at, s);
+    for (int copy = 0; copy <= a->copies; copy++) { // the last one is the state itself
+        bool last = copy == a->copies;
+        int end = last ? at.tiles : 1 + (a->copy_after[copy] - at.first) / 64;
+#pragma unroll 1
+        for (; t < end; t++) {
+            sala_gla_tile(&at, t);
+            sala_gla_values(&at, high, low);
+            sala_gla_meet();
+            sala_gla_update(&at, high, low, s);
+            sala_gla_meet();
+            sala_gla_show(&at, s);
+        }
+        sala_gla_move(last ? own : a->copy_to[copy], &at, true, s);
     }
-    sala_gla_move(a, &at, true, s);
 }
 
 // ---- readers: 16 rows of the tile each
@@ -3232,7 +3238,8 @@ SALA_DEVICE void sala_gla_powers(sala_gla_tiles *m, float slope, int thread) {
 }
 
 // Lightning attention over a chunk, in chunk form. Blocks: four (of 32 columns) a head. Reads q and
-// k of a head four times, v once, and the state; writes o and the state. Twin: sala__op_gla_prefill.
+// k of a head four times, v once, and the state; writes o, the state and its copies. Twin:
+// sala__op_gla_prefill.
 extern "C" __global__ void __launch_bounds__(320, 1)
     sala_prefill_gla(const __grid_constant__ sala_gla_args a) {
     sala_launch_next();

@@ -151,6 +151,13 @@ typedef struct sala_options {
                                // device has FP4 tensor cores and all weights input scales), "w4a4"
                                // (elsewhere an exact emulation, slow), "w4a16"
     const char *chat_template; // NULL: recognise it from the model's files; "chatml": take that
+    // What prompts left behind begins others: "prefix" (default: a new prompt goes on where one that
+    // was prefilled before began with the same tokens; the bits are those of computing it), "off", or
+    // "history": also, a prompt that begins with all tokens of an idle kept sequence, the chosen ones
+    // too, takes that sequence over, as if it had named it. That is exact as a continuation: decoded
+    // tokens have other bits than prefilled ones.
+    const char *reuse;
+    int64_t reuse_memory; // bytes of snapshots of lightning states for it; default: 16 snapshots
     // Speculation. It never changes the output, only the time that it takes.
     const char *spec;      // "auto" (default: what is there and pays), "off", "ngram", "eagle"
     const char *draft;     // folder of an EAGLE-3 head (synthetic: its config.json); NULL: none
@@ -334,6 +341,7 @@ typedef struct sala_logprob {
 
 typedef struct sala_timings {
     int64_t prompt_tokens;  // prefilled by this request
+    int64_t reused_tokens;  // of its prompt, which were there already: see sala_options.reuse
     int64_t output_tokens;  // chosen by this request
     double queue_seconds;   // from submit to admission
     double prefill_seconds; // from admission to the first token
@@ -362,7 +370,7 @@ typedef struct sala_event {
     int top_count;
     int finish_reason;
     sala_timings timings; // finish
-    // prefill
+    // prefill: what a prefix gave is done
     int64_t done, total;
     // rows: positions first_position .. first_position + row_count - 1
     int64_t first_position;
@@ -409,6 +417,7 @@ typedef struct sala_info {
     int64_t pending_bytes; // k, v of accepted tokens not yet folded into the states
     int64_t unpack_bytes;  // GPU: the 4-bit weights of one product of a W4A16 prefill, in BF16
     int64_t scratch_bytes; // activations of one pass, scores, logits
+    int64_t reuse_bytes;   // snapshots of lightning states
     int64_t draft_weight_bytes, draft_kv_bytes; // of the draft head: its weights, its cache and the
                                                 // features that wait for it
     int64_t total_bytes;
@@ -417,9 +426,13 @@ typedef struct sala_info {
     char spec[256];     // "auto: n-gram chains and EAGLE-3 trees of 7,2,15 ...": what runs, and why
     char draft[160];    // "437 M parameters, NVFP4, layers 1 15 28", or ""
     int64_t node_bytes; // verify scratch of one row: k, v of all layers, compressed
+    const char *reuse;  // "off", "prefix" or "history"
+    int snapshots;      // of prefixes, at most
     // Live counters.
     int sequences_resident, requests_waiting, requests_active;
+    int prefixes; // that a prompt could begin with
     int64_t kv_tokens_total, kv_tokens_reserved;
+    int64_t kv_tokens_idle; // of no sequence: only prefixes hold them, and give way to a request
     // Special ids: bos is -1 where the model has none.
     int32_t bos;
     int eos_count;
@@ -4535,6 +4548,9 @@ static const sala__setting sala__option_table[] = {
     {"weights", SALA__SET_WORD, 0, SALA__OPTION(weights), 0, 0, "bf16 nvfp4 int4 nvfp4-head"},
     {"prefill", SALA__SET_WORD, 0, SALA__OPTION(prefill), 0, 0, "auto w4a4 w4a16"},
     {"template", SALA__SET_WORD, 0, SALA__OPTION(chat_template), 0, 0, "chatml"},
+    {"reuse", SALA__SET_WORD, 0, SALA__OPTION(reuse), 0, 0, "prefix off history"},
+    {"reuse-memory", SALA__SET_LONG, SALA__SET_SIZE, SALA__OPTION(reuse_memory), 1, 1LL << 50,
+     NULL},
     {"spec", SALA__SET_WORD, 0, SALA__OPTION(spec), 0, 0, "auto off ngram eagle"},
     {"draft", SALA__SET_TEXT, 0, SALA__OPTION(draft), 0, 0, "a folder"},
     {"spec-tree", SALA__SET_TREE, 0, SALA__OPTION(spec_tree), 0, 0, NULL},
@@ -6547,6 +6563,10 @@ static void sala__op_gla_prefill_head(void *context, int64_t item, int thread) {
         if (c > s->rows - done) c = s->rows - done;
         sala__gla_tile(a, h, s->first_row + done, c, state, scratch);
         done += c;
+        for (int i = 0; i < a->copies; i++)
+            if (a->copy_after[i] == done)
+                memcpy(a->copy_to[i] + (size_t)h * (size_t)(d * d), state,
+                       sizeof(float) * (size_t)(d * d));
     }
 }
 
@@ -7970,6 +7990,12 @@ static int sala__cuda_download(sala__cuda *c, void *to, sala__cu_memory from, si
                             "copying from the device", err);
 }
 
+static int sala__cuda_copy(sala__cuda *c, sala__cu_memory to, sala__cu_memory from, size_t bytes,
+                           sala_error *err) {
+    return sala__cuda_check(c, c->api.cuMemcpyDtoDAsync_v2(to, from, bytes, c->stream),
+                            "copying on the device", err);
+}
+
 // Wait for all work of the stream; errors of kernels come to light here.
 static int sala__cuda_wait(sala__cuda *c, sala_error *err) {
     return sala__cuda_check(c, c->api.cuStreamSynchronize(c->stream), "running kernels", err);
@@ -9233,11 +9259,12 @@ typedef struct sala__plan {
     size_t state;                           // floats of one state, one layer
     size_t pending;        // elements of one pending path, one layer, one of k and v
     size_t thread_scratch; // bytes
-    int64_t kv_bytes, state_bytes, pending_bytes, scratch_bytes;
+    int32_t snapshots;     // of prefixes
+    int64_t kv_bytes, state_bytes, pending_bytes, scratch_bytes, reuse_bytes;
     int64_t unpack_bytes;       // of sala__gpu_unpack_bytes
     int64_t weight_bytes;       // made or copied, not mapped
     int64_t draft_weight_bytes; // of the draft head, the same
-    int64_t limit;              // bytes that these seven may take
+    int64_t limit;              // bytes that these eight may take
 } sala__plan;
 
 // The draft head's cache of one sequence: pages of 64 tokens, the first one kept as an anchor, then a
@@ -9268,6 +9295,13 @@ typedef struct sala__sequence {
     size_t phase_count, phase_capacity;
     sala__draft_cache draft;
 } sala__sequence;
+
+// A prompt's beginning that another one can begin with, too: see "prefix reuse".
+typedef struct sala__prefix {
+    int32_t *tokens; // [length] then its pages [length / block]
+    int32_t length;  // 0: this one is free
+    int64_t used;    // the latest request that it was of use for
+} sala__prefix;
 
 // Speculation of one request: its index of n-grams, how drafts did, and what is tried next.
 typedef struct sala__spec {
@@ -9383,6 +9417,11 @@ typedef struct sala__request { // a list in order of arrival
     int64_t token_count, prefilled;
     int32_t took_root; // tokens[0] was the last chosen token of its sequence
     int32_t segment_start;
+    int32_t shared;                 // tokens of the prompt that a prefix gave
+    int64_t reused;                 // those, or the tokens of the sequence that it took over
+    int64_t looked;                 // sala.prefix_clock when a prefix was looked for
+    int32_t found;                  // 1 + that prefix, 0: none
+    int32_t marks[SALA_GLA_COPIES]; // where it leaves prefixes: positions, ascending; 0: none
     int64_t max_tokens, chosen;
     int64_t
         counts_sent; // tokens of the history that the GPU's counts know of; 0: no table is there
@@ -9432,7 +9471,9 @@ typedef struct sala__pass {
     int show_logits; // GPU, prefill: bring all of them to the host
     int bucket;      // rows that the linear operations run with: at least rows.count
     int captures;    // prefill: the draft head wants the features of its rows
-    float *hidden;   // or NULL; element (state l, row r) begins at l * hidden_l + r * hidden_r
+    // Prefill: behind so many rows the states are copied to these snapshots.
+    int copies, copy_after[SALA_GLA_COPIES], copy_to[SALA_GLA_COPIES];
+    float *hidden; // or NULL; element (state l, row r) begins at l * hidden_l + r * hidden_r
     size_t hidden_l, hidden_r;
     int32_t *blocks; // or NULL; the same with blocks_l, blocks_r
     size_t blocks_l, blocks_r;
@@ -9463,7 +9504,12 @@ struct sala {
     sala_pages *pages;   // [sparse_layers]
     int32_t *free_pages; // [plan.pages] a stack
     int64_t free_page_count;
-    float *states; // [lightning_layers, slots, lin_heads, lin_dim, lin_dim]
+    int32_t *page_users, *page_cached; // [plan.pages] sequences and prefixes that hold a page
+    int64_t idle_page_count;           // pages that only prefixes hold
+    sala__prefix *prefixes;            // [plan.snapshots]
+    float *snapshots;                  // [plan.snapshots, lightning_layers, plan.state]
+    int64_t prefix_clock;              // goes on where one is made or dropped
+    float *states;                     // [lightning_layers, slots, lin_heads, lin_dim, lin_dim]
     sala_act *pending_k,
         *pending_v;            // [lightning_layers, slots, SALA_MAX_PATH, lin_kv_heads, lin_dim]
     sala__sequence *sequences; // [slots]
@@ -9708,6 +9754,11 @@ static int sala__buffers(sala *s, sala__buffer *b) {
         {(void **)&s->frequency, (size_t)m->lin_dim / 2, 4, SALA__DEVICE, "rotary tables"},
         {(void **)&s->sparse_frequency, (size_t)m->head_dim / 2, 4, SALA__DEVICE, "rotary tables"},
         {(void **)&s->free_pages, (size_t)p->pages, 4, SALA__HOST, "the page list"},
+        {(void **)&s->page_users, (size_t)p->pages, 4, SALA__HOST, "the page list"},
+        {(void **)&s->page_cached, (size_t)p->pages, 4, SALA__HOST, "the page list"},
+        {(void **)&s->prefixes, (size_t)p->snapshots, sizeof(sala__prefix), SALA__HOST, "prefixes"},
+        {(void **)&s->snapshots, (size_t)p->snapshots * lightning * p->state, 4, SALA__DEVICE,
+         "snapshots of prefixes"},
         {(void **)&s->states, lightning * slots * p->state, 4, SALA__DEVICE, "lightning states"},
         {(void **)&s->pending_k, lightning * slots * p->pending, act, SALA__DEVICE,
          "pending paths"},
@@ -9835,6 +9886,20 @@ static int sala__spec_is(const sala *s, const char *mode) {
     return strcmp(s->options.spec ? s->options.spec : "auto", mode) == 0;
 }
 
+static const char *sala__reuse_name(const sala *s) {
+    const char *mode = s->options.reuse ? s->options.reuse : "prefix";
+    return mode[0] == 'p' ? "prefix" : mode[0] == 'h' ? "history" : "off";
+}
+
+// Snapshots that the plan has room for, each of all lightning layers' states.
+static int32_t sala__plan_snapshots(const sala *s) {
+    int64_t each = (int64_t)s->plan.state * 4 * s->lightning_layers,
+            memory = s->options.reuse_memory;
+    if (sala__reuse_name(s)[0] == 'o') return 0;
+    if (!memory || !each) return 16;
+    return (int32_t)(memory / each < 4096 ? memory / each : 4096);
+}
+
 // Rows of the largest verify pass: trees of eleven nodes for all sequences, or one of the largest.
 static int sala__plan_nodes(const sala *s) {
     int most = s->options.max_sequences;
@@ -9866,6 +9931,7 @@ static int64_t sala__measure(sala *s) {
     p->page_tier1 = kv_heads * (size_t)sala_tier_slots(m, 1) * dim;
     p->page_tier2 = kv_heads * (size_t)sala_tier_slots(m, 2) * dim;
     p->state = (size_t)m->lin_heads * (size_t)m->lin_dim * (size_t)m->lin_dim;
+    p->snapshots = sala__plan_snapshots(s);
     p->pending = (size_t)SALA_MAX_PATH * (size_t)m->lin_kv_heads * (size_t)m->lin_dim;
     p->thread_scratch = sala__ops_scratch(m, o->context);
     if (p->thread_scratch < sala__gemm_scratch()) p->thread_scratch = sala__gemm_scratch();
@@ -9875,6 +9941,7 @@ static int64_t sala__measure(sala *s) {
     // A config can name any geometry: no product below may overflow.
     double layers = m->layers + 2.0, most = (double)p->pages * (double)p->page_kv * layers;
     most += (double)p->slots * ((double)p->state + (double)p->pending) * layers;
+    most += (double)p->snapshots * (double)p->state * layers;
     most +=
         (double)p->rows * ((double)m->hidden + m->ffn + (double)m->kv_heads * m->top_k) * layers;
     most += ((double)p->logits_rows + p->node_rows) * ((double)m->vocab + layers * m->hidden);
@@ -9885,9 +9952,10 @@ static int64_t sala__measure(sala *s) {
                   (int64_t)(2 * p->page_kv + p->page_tier1 + p->page_tier2);
     p->state_bytes = (int64_t)p->state * 4 * s->lightning_layers * p->slots;
     p->pending_bytes = (int64_t)p->pending * act * 2 * s->lightning_layers * p->slots;
+    p->reuse_bytes = (int64_t)p->state * 4 * s->lightning_layers * p->snapshots;
     if (!s->on_gpu) p->unpack_bytes = 0;
     p->scratch_bytes = // less what the table below holds too
-        -p->state_bytes - p->pending_bytes - p->unpack_bytes - s->draft.kv_bytes;
+        -p->state_bytes - p->pending_bytes - p->unpack_bytes - s->draft.kv_bytes - p->reuse_bytes;
     if (!s->on_gpu) p->scratch_bytes += (int64_t)p->thread_scratch * o->threads;
     p->scratch_bytes += 4 * s->sparse_layers * p->node_rows * (int64_t)(kv_heads * dim) * act;
     sala__buffer b[SALA__BUFFERS];
@@ -9901,7 +9969,7 @@ static int64_t sala__measure(sala *s) {
     if (s->on_gpu) p->weight_bytes = s->gpu_weight_bytes;
     if (s->on_gpu) p->draft_weight_bytes = s->gpu_draft_weight_bytes;
     return p->kv_bytes + p->state_bytes + p->pending_bytes + p->scratch_bytes + p->unpack_bytes +
-           p->weight_bytes + p->draft_weight_bytes + s->draft.kv_bytes;
+           p->reuse_bytes + p->weight_bytes + p->draft_weight_bytes + s->draft.kv_bytes;
 }
 
 static int sala__formats_of(const sala__config *c,
@@ -9962,16 +10030,22 @@ static int sala__make_plan(sala *s, sala_error *err) {
     if (code < 0) return code;
     int64_t total = sala__measure(s);
     if (total < 0) return sala__fail(err, SALA_E_MEMORY, "the plan takes more than 1000 TB");
+    if (!p->snapshots && sala__reuse_name(s)[0] != 'o')
+        return sala__fail(
+            err, SALA_E_ARGUMENT,
+            "reuse-memory (%lld) holds no snapshot of the lightning states, which are "
+            "%lld bytes: raise it or set reuse off",
+            (long long)o->reuse_memory, (long long)p->state * 4 * s->lightning_layers);
     if (total <= p->limit) return 0;
     return sala__fail(
         err, SALA_E_MEMORY,
         "the plan takes %.1f MiB (weights %.1f, draft head %.1f + %.1f, K/V %.1f, states "
-        "%.1f, pending paths %.1f, unpacking %.1f, scratch %.1f) but %.1f MiB are "
-        "%s%s: lower context (%lld), kv-tokens (%lld), max-sequences (%d) or chunk "
-        "(%d)",
+        "%.1f, pending paths %.1f, prefixes %.1f, unpacking %.1f, scratch %.1f) but %.1f MiB are "
+        "%s%s: lower context (%lld), kv-tokens (%lld), max-sequences (%d), chunk (%d) or "
+        "reuse-memory",
         (double)total * mib, (double)p->weight_bytes * mib, (double)p->draft_weight_bytes * mib,
         (double)s->draft.kv_bytes * mib, (double)p->kv_bytes * mib, (double)p->state_bytes * mib,
-        (double)p->pending_bytes * mib, (double)p->unpack_bytes * mib,
+        (double)p->pending_bytes * mib, (double)p->reuse_bytes * mib, (double)p->unpack_bytes * mib,
         (double)p->scratch_bytes * mib, (double)p->limit * mib,
         o->memory_limit ? "allowed" : "free", s->on_gpu ? " on the GPU" : "", (long long)o->context,
         (long long)o->kv_tokens, o->max_sequences, o->chunk);
@@ -10472,6 +10546,8 @@ SALA_API void sala_close(sala *s) {
         sala__release(&env, s->sequences[i].tokens);
         sala__release(&env, s->sequences[i].phases);
     }
+    for (int i = 0; s->prefixes && i < s->plan.snapshots; i++)
+        sala__release(&env, s->prefixes[i].tokens);
     sala__stop(s);
     sala__release(&env, s->events);
     sala__release(&env, s->event_text.data);
@@ -10578,6 +10654,9 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
     info->pending_bytes = p->pending_bytes;
     info->unpack_bytes = p->unpack_bytes;
     info->scratch_bytes = p->scratch_bytes;
+    info->reuse_bytes = p->reuse_bytes;
+    info->reuse = sala__reuse_name(s);
+    info->snapshots = p->snapshots;
     if (s->has_draft) {
         info->draft_weight_bytes = s->on_gpu ? s->gpu_draft_weight_bytes : s->draft_weights.bytes;
         sala__draft_text(s, info->draft);
@@ -10585,7 +10664,7 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
     }
     info->total_bytes = info->weight_bytes + info->draft_weight_bytes + info->draft_kv_bytes +
                         p->kv_bytes + p->state_bytes + p->pending_bytes + p->unpack_bytes +
-                        p->scratch_bytes;
+                        p->scratch_bytes + p->reuse_bytes;
     info->kv_bytes_per_token = p->pages ? p->kv_bytes / p->pages / m->block : 0;
     info->state_bytes_per_sequence = (int64_t)p->state * 4 * s->lightning_layers;
     info->node_bytes =
@@ -10604,7 +10683,10 @@ SALA_API void sala_get_info(sala *s, sala_info *info) {
             info->requests_active++;
     }
     info->kv_tokens_total = p->pages * m->block;
-    info->kv_tokens_reserved = (p->pages - s->free_page_count) * m->block;
+    for (int i = 0; s->prefixes && i < p->snapshots; i++)
+        info->prefixes += s->prefixes[i].length > 0;
+    info->kv_tokens_reserved = (p->pages - s->free_page_count - s->idle_page_count) * m->block;
+    info->kv_tokens_idle = s->idle_page_count * m->block;
     info->bos = s->has_tokenizer ? s->tokenizer.bos : s->config.bos;
     info->eos = s->config.eos;
     info->eos_count = s->config.eos_count;
@@ -11878,8 +11960,30 @@ SALA_API int sala_cancel(sala *s, int64_t request, sala_error *err) {
                       (long long)request);
 }
 
+// ---- pages ----
+//
+// Sequences hold pages, and prefixes do (see below). A page that nobody holds is free.
+
+static void sala__page_use(sala *s, int32_t page) { // one sequence more
+    if (!s->page_users[page]++ && s->page_cached[page]) s->idle_page_count--;
+}
+
+static void sala__page_leave(sala *s, int32_t page) { // one less
+    if (--s->page_users[page]) return;
+    if (s->page_cached[page])
+        s->idle_page_count++;
+    else
+        s->free_pages[s->free_page_count++] = page;
+}
+
+static int32_t sala__page_take(sala *s) { // there must be a free one
+    int32_t page = s->free_pages[--s->free_page_count];
+    sala__page_use(s, page);
+    return page;
+}
+
 static void sala__free_sequence(sala *s, sala__sequence *q) {
-    for (int i = 0; i < q->page_count; i++) s->free_pages[s->free_page_count++] = q->pages[i];
+    for (int i = 0; i < q->page_count; i++) sala__page_leave(s, q->pages[i]);
     q->page_count = 0;
     q->id = 0;
     q->request = 0;
@@ -12100,6 +12204,15 @@ static void sala__sparse_layer(sala *s, sala__pass *p, const sala__layer *w, int
     sala__op(s, SALA__OP_attend, &attend);
 }
 
+static float *sala__state_at(const sala *s, int slot, int layer) { // of a lightning layer
+    return s->states + ((size_t)layer * (size_t)s->plan.slots + (size_t)slot) * s->plan.state;
+}
+
+static float *sala__snapshot_at(const sala *s, int prefix, int layer) {
+    size_t at = (size_t)prefix * (size_t)s->lightning_layers + (size_t)layer;
+    return s->snapshots + at * s->plan.state;
+}
+
 static sala_gla_args sala__gla_args(sala *s, const sala_rows *rows, int verify, int index) {
     const sala_dims *m = &s->config.dims;
     const sala__plan *p = &s->plan;
@@ -12128,6 +12241,11 @@ static void sala__lightning_layer(sala *s, sala__pass *p, const sala__layer *w, 
     sala_gla_args gla = sala__gla_args(s, p->on_device, p->rows.verify, index);
     gla.q_norm = w->q_norm;
     gla.k_norm = w->k_norm;
+    gla.copies = p->copies;
+    for (int i = 0; i < p->copies; i++) {
+        gla.copy_after[i] = p->copy_after[i];
+        gla.copy_to[i] = sala__snapshot_at(s, p->copy_to[i], index);
+    }
     sala__project(s, p, w, s->k, (sala_act *)(uintptr_t)gla.v);
     sala__op(s, p->rows.verify ? SALA__OP_gla_verify : SALA__OP_gla_prefill, &gla);
     sala_gate_args gate;
@@ -12423,7 +12541,8 @@ static int sala__emit_text(sala *s, sala__request *r, size_t bytes, sala_error *
 
 static void sala__fill_timings(const sala__request *r, sala_timings *t) {
     *t = r->counted;
-    t->prompt_tokens = r->prefilled;
+    t->prompt_tokens = r->prefilled - r->shared;
+    t->reused_tokens = r->admitted > 0 ? r->reused : 0;
     t->output_tokens = r->chosen;
     t->queue_seconds = r->admitted > 0 ? r->admitted - r->submitted : 0;
     double until = r->first_token > 0 ? r->first_token : sala__now(); // cancelled in prefill
@@ -12466,12 +12585,13 @@ static int sala__note_token(sala *s, sala__sequence *q, int32_t token, sala_erro
     return code;
 }
 
-// The tokens from here on are of another phase.
-static int sala__note_phase(sala *s, sala__sequence *q, int verified, sala_error *err) {
+// The tokens from there on are of another phase.
+static int sala__note_phase(sala *s, sala__sequence *q, int32_t first, int verified,
+                            sala_error *err) {
     int code = sala__grow(&s->env, (void **)&q->phases, &q->phase_capacity, q->phase_count + 1,
                           sizeof *q->phases, "a history", err);
     if (code < 0) return code;
-    sala__phase phase = {q->stored, verified};
+    sala__phase phase = {first, verified};
     q->phases[q->phase_count++] = phase;
     return 0;
 }
@@ -12515,20 +12635,224 @@ static int sala__take_token(sala *s, sala__request *r, const sala__choice *c, sa
     return 0;
 }
 
+// ---- prefix reuse ----
+//
+// What a prompt left behind can begin another one. A prefix is one prefilled segment from position 0 that
+// ends with a whole page and a whole tile, below the end of the prompt: who goes on from there has the
+// bits that it would have computed. Prefixes share the pages, which are written only behind them (a
+// compressed row lives with the page of its last token). Lightning states know nothing but their
+// present: prefill copies them as it comes by. Where? A prompt leaves three prefixes: up to its last
+// whole tile (for who repeats or extends it), up to its last whole chunk (for another question about the
+// same document) and up to where it parts from what is known (the third prompt of a kind finds what the
+// first two have in common). Prefixes that were of no use for longest make room for others, and their
+// pages for requests. Tokens that were decoded are in none: their bits are others.
+
+static const int32_t *sala__prefix_pages(const sala__prefix *p) {
+    return p->tokens + p->length;
+}
+
+static int32_t sala__prefix_unit(const sala *s) { // lengths are multiples of it
+    int32_t unit = SALA_TILE;
+    while (unit % s->config.dims.block) unit += SALA_TILE;
+    return unit;
+}
+
+static void sala__prefix_drop(sala *s, sala__prefix *p) {
+    const int32_t *pages = sala__prefix_pages(p);
+    for (int i = 0; i < p->length / s->config.dims.block; i++) {
+        if (--s->page_cached[pages[i]] || s->page_users[pages[i]]) continue;
+        s->idle_page_count--;
+        s->free_pages[s->free_page_count++] = pages[i];
+    }
+    sala__release(&s->env, p->tokens);
+    memset(p, 0, sizeof *p);
+    s->prefix_clock++;
+}
+
+// The prefix that was of no use for longest, of several the longest; NULL: there is none. `frees`: of
+// those that alone hold a page, which then is their last one: sequences hold pages from the first on, so
+// do longer prefixes.
+static sala__prefix *sala__prefix_oldest(const sala *s, int frees) {
+    sala__prefix *oldest = NULL;
+    for (sala__prefix *p = s->prefixes; p && p < s->prefixes + s->plan.snapshots; p++) {
+        if (!p->length || (oldest && oldest->used < p->used)) continue;
+        if (oldest && oldest->used == p->used && oldest->length > p->length) continue;
+        int32_t last = sala__prefix_pages(p)[p->length / s->config.dims.block - 1];
+        if (!frees || (!s->page_users[last] && s->page_cached[last] == 1)) oldest = p;
+    }
+    return oldest;
+}
+
+// The longest prefix that a prompt begins with, and has tokens behind. *parts: a later place up to which
+// it goes along with a prefix, or 0.
+static sala__prefix *sala__prefix_find(const sala *s, const sala__request *r, int32_t *parts) {
+    const int32_t unit = sala__prefix_unit(s);
+    sala__prefix *best = NULL;
+    *parts = 0;
+    for (sala__prefix *p = s->prefixes; p && p < s->prefixes + s->plan.snapshots; p++) {
+        int32_t most = p->length < r->token_count ? p->length : (int32_t)r->token_count - 1, n = 0;
+        while (n < most && r->tokens[n] == p->tokens[n]) n++;
+        if (n && n == p->length && (!best || best->length < n)) best = p;
+        if (n / unit * unit > *parts) *parts = n / unit * unit;
+    }
+    if (best && *parts <= best->length) *parts = 0;
+    return best;
+}
+
+static int sala__prefix_wanted(const sala *s, const sala__request *r) {
+    return s->plan.snapshots && !(r->want_rows & SALA_ROWS_PROMPT); // those are to be computed
+}
+
+// The prefix that a waiting request would begin with; looked for again when others are there.
+static sala__prefix *sala__prefix_of(const sala *s, sala__request *r) {
+    int32_t parts;
+    if (!sala__prefix_wanted(s, r)) return NULL;
+    if (r->looked != s->prefix_clock) {
+        sala__prefix *p = sala__prefix_find(s, r, &parts);
+        r->found = p ? 1 + (int32_t)(p - s->prefixes) : 0;
+        r->looked = s->prefix_clock;
+    }
+    return r->found ? &s->prefixes[r->found - 1] : NULL;
+}
+
+// Begin a sequence where a prefix ends: its pages take the place of those that are there, if any.
+static int sala__prefix_adopt(sala *s, sala__request *r, sala__sequence *q, sala__prefix *p,
+                              sala_error *err) {
+    const int32_t *pages = sala__prefix_pages(p);
+    int block = s->config.dims.block, count = p->length / block, code = 0;
+    int slot = (int)(q - s->sequences), from = (int)(p - s->prefixes);
+    for (int i = 0; i < count; i++) {
+        sala__page_use(s, pages[i]);
+        if (i < q->page_count) sala__page_leave(s, q->pages[i]);
+        q->pages[i] = pages[i];
+    }
+    if (q->page_count < count) q->page_count = count;
+    for (int l = 0; l < s->lightning_layers && code == 0; l++) {
+        float *to = sala__state_at(s, slot, l), *state = sala__snapshot_at(s, from, l);
+        if (s->on_gpu)
+            code = sala__cuda_copy(&s->gpu.cuda, sala__on_gpu(to), sala__on_gpu(state),
+                                   s->plan.state * 4, err);
+        else
+            memcpy(to, state, s->plan.state * 4);
+    }
+    q->stored = q->draft.seen = r->shared = p->length; // the draft head sees what follows
+    r->reused = r->prefilled = p->length;
+    p->used = r->id;
+    if (code == 0 && !q->phase_count) code = sala__note_phase(s, q, 0, 0, err);
+    return code;
+}
+
+// Before the first chunk of a prompt: is there more to share by now? And where will it leave prefixes?
+static int sala__prefix_begin(sala *s, sala__request *r, sala_error *err) {
+    sala__sequence *q = &s->sequences[r->slot];
+    int32_t parts, unit = sala__prefix_unit(s), last = (int32_t)r->token_count - 1, n = 0;
+    if (r->sequence != r->id || r->segment_start > 0 || !sala__prefix_wanted(s, r))
+        return 0; // it did not begin the sequence
+    sala__prefix *p = sala__prefix_find(s, r, &parts);
+    if (p && p->length > r->shared) {
+        int code = sala__prefix_adopt(s, r, q, p, err);
+        if (code == 0 && s->on_gpu)
+            code = sala__put(s, s->page_tables + r->slot * s->plan.blocks, q->pages,
+                             (size_t)q->page_count * 4, err);
+        if (code < 0) return code;
+    }
+    int32_t chunk = last / s->options.chunk * s->options.chunk / unit * unit;
+    const int32_t at[SALA_GLA_COPIES] = {parts < chunk ? parts : chunk,
+                                         parts < chunk ? chunk : parts, last / unit * unit};
+    for (int i = 0; i < SALA_GLA_COPIES; i++)
+        if (at[i] > (n ? r->marks[n - 1] : r->shared)) r->marks[n++] = at[i];
+    return 0;
+}
+
+// A new prefix: the first `length` tokens of a prompt. NULL: it is there already, or there is no memory,
+// which only means less to reuse.
+static sala__prefix *sala__prefix_new(sala *s, const sala__request *r, int32_t length) {
+    int32_t pages = length / s->config.dims.block;
+    sala__prefix *to = NULL;
+    for (sala__prefix *p = s->prefixes; p < s->prefixes + s->plan.snapshots; p++) {
+        if (p->length == length && !memcmp(p->tokens, r->tokens, (size_t)length * 4)) return NULL;
+        if (!p->length) to = p;
+    }
+    int32_t *tokens =
+        (int32_t *)sala__alloc(&s->env, (size_t)length + (size_t)pages, 4, "a prefix", NULL);
+    if (!tokens) return NULL;
+    if (!to) sala__prefix_drop(s, to = sala__prefix_oldest(s, 0));
+    memcpy(tokens, r->tokens, (size_t)length * 4);
+    memcpy(tokens + length, s->sequences[r->slot].pages, (size_t)pages * 4);
+    for (int i = 0; i < pages; i++) s->page_cached[tokens[length + i]]++;
+    to->tokens = tokens;
+    to->length = length;
+    to->used = r->id;
+    s->prefix_clock++;
+    return to;
+}
+
+// The prefixes that a chunk of a prompt leaves: its pass will copy the states.
+static void sala__prefix_leave(sala *s, const sala__request *r, int start, int count,
+                               sala__pass *p) {
+    for (int i = 0; i < SALA_GLA_COPIES; i++) {
+        int32_t at = r->marks[i];
+        sala__prefix *to = at > start && at <= start + count ? sala__prefix_new(s, r, at) : NULL;
+        if (!to) continue;
+        p->copy_after[p->copies] = at - start;
+        p->copy_to[p->copies++] = (int)(to - s->prefixes);
+    }
+}
+
+// Reuse of histories: a prompt that begins with all that an idle kept sequence holds takes it over, the
+// one that holds most.
+static void sala__take_history(sala *s, sala__request *r) {
+    sala__sequence *best = NULL;
+    if (sala__reuse_name(s)[0] != 'h' || !sala__prefix_wanted(s, r)) return;
+    const sala__prefix *p = sala__prefix_of(s, r);
+    for (sala__sequence *q = s->sequences; q < s->sequences + s->plan.slots; q++) {
+        int64_t count = (int64_t)q->token_count, most = r->token_count - (q->root < 0);
+        if (!q->id || q->request || !count || count > most ||
+            (best && count <= (int64_t)best->token_count))
+            continue;
+        if (!memcmp(q->tokens, r->tokens, (size_t)count * 4)) best = q;
+    }
+    if (!best || (p && p->length >= best->stored)) return;
+    best->request = r->id;
+    r->sequence = best->id;
+    r->reused = best->stored;
+    r->token_count -= (int64_t)best->token_count;
+    memmove(r->tokens, r->tokens + best->token_count, (size_t)r->token_count * 4);
+}
+
 // ---- admission ----
 
 static int64_t sala__pages_for(const sala *s, int64_t tokens) {
     return (tokens + s->config.dims.block - 1) / s->config.dims.block;
 }
 
-// Give a sequence so many more of the free pages.
-static int sala__take_pages(sala *s, sala__sequence *q, int64_t need, sala_error *err) {
+static int sala__clear_states(sala *s, int slot, sala_error *err) {
+    int code = 0;
+    for (int l = 0; l < s->lightning_layers && code == 0; l++) {
+        float *state = sala__state_at(s, slot, l);
+        if (s->on_gpu)
+            code = sala__cuda_fill(&s->gpu.cuda, sala__on_gpu(state), 0, s->plan.state * 4, err);
+        else
+            memset(state, 0, s->plan.state * 4);
+    }
+    return code;
+}
+
+// Room for so many pages in a sequence's table.
+static int sala__page_room(sala *s, sala__sequence *q, int64_t count, sala_error *err) {
     size_t capacity = (size_t)q->page_capacity;
-    int code = sala__grow(&s->env, (void **)&q->pages, &capacity,
-                          (size_t)(q->page_count + (need > 0 ? need : 0)), 4, "a page table", err);
-    if (code < 0) return code;
-    q->page_capacity = (int32_t)capacity;
-    for (; need > 0; need--) q->pages[q->page_count++] = s->free_pages[--s->free_page_count];
+    int code =
+        sala__grow(&s->env, (void **)&q->pages, &capacity, (size_t)count, 4, "a page table", err);
+    if (code == 0) q->page_capacity = (int32_t)capacity;
+    return code;
+}
+
+// Pages for a sequence, which has room for them, until it has `count`: free ones, then those that only
+// prefixes hold. The caller knows that there are enough.
+static int sala__take_pages(sala *s, sala__sequence *q, int64_t count, sala_error *err) {
+    while (s->free_page_count < count - q->page_count)
+        sala__prefix_drop(s, sala__prefix_oldest(s, 1));
+    while (q->page_count < count) q->pages[q->page_count++] = sala__page_take(s);
     if (!s->on_gpu) return 0;
     return sala__put(s, s->page_tables + (q - s->sequences) * s->plan.blocks, q->pages,
                      (size_t)q->page_count * 4, err);
@@ -12537,39 +12861,36 @@ static int sala__take_pages(sala *s, sala__sequence *q, int64_t need, sala_error
 // Reserve slot and pages for all that the request can ever need. Returns 1 admitted, 0 must wait,
 // or an error.
 static int sala__admit(sala *s, sala__request *r, sala_error *err) {
-    sala__sequence *q = r->sequence ? sala__find_sequence(s, r->sequence) : NULL;
+    if (!r->sequence) sala__take_history(s, r);
+    int begins = !r->sequence, code = 0;
+    sala__sequence *q = begins ? NULL : sala__find_sequence(s, r->sequence);
     for (int i = 0; !q && i < s->plan.slots; i++)
         if (!s->sequences[i].id) q = &s->sequences[i];
     if (!q) return 0;
-    int64_t had = r->sequence ? q->stored + (q->root >= 0) : 0;
-    int64_t need = sala__pages_for(s, had + r->token_count + r->max_tokens) -
-                   (r->sequence ? q->page_count : 0);
-    if (need > s->free_page_count) return 0;
-    int code = sala__take_pages(s, q, need, err);
+    sala__prefix *prefix = begins ? sala__prefix_of(s, r) : NULL;
+    int64_t had = begins ? 0 : q->stored + (q->root >= 0), idle = s->idle_page_count;
+    int64_t count = sala__pages_for(s, had + r->token_count + r->max_tokens),
+            need = count - (begins ? 0 : q->page_count);
+    for (int i = 0; prefix && i < prefix->length / s->config.dims.block; i++, need--)
+        idle -= !s->page_users[sala__prefix_pages(prefix)[i]];
+    if (need > s->free_page_count + idle) return 0;
+    code = sala__page_room(s, q, count, err);
     if (code < 0) return code;
     int slot = (int)(q - s->sequences);
-    if (r->sequence && !q->draft.place) code = sala__draft_forget(s, slot, err);
-    if (!r->sequence) {
+    if (begins) {
         q->id = r->id; // a sequence is named after the request that began it
         q->stored = q->pending = 0;
         q->root = -1;
-        code = sala__draft_forget(s, slot, err);
-        for (int l = 0; l < s->lightning_layers && code == 0; l++) {
-            float *state =
-                s->states + ((size_t)l * (size_t)s->plan.slots + (size_t)slot) * s->plan.state;
-            if (s->on_gpu)
-                code =
-                    sala__cuda_fill(&s->gpu.cuda, sala__on_gpu(state), 0, s->plan.state * 4, err);
-            else
-                memset(state, 0, s->plan.state * 4);
-        }
+        code = prefix ? sala__prefix_adopt(s, r, q, prefix, err) : sala__clear_states(s, slot, err);
     }
+    if (code == 0 && (begins || !q->draft.place)) code = sala__draft_forget(s, slot, err);
+    if (code == 0) code = sala__take_pages(s, q, count, err);
     if (code < 0) return code;
     q->request = r->id;
-    r->slot = (int32_t)(q - s->sequences);
+    r->slot = slot;
     r->sequence = q->id;
     r->state = SALA__PREFILL;
-    r->segment_start = q->stored;
+    r->segment_start = begins ? 0 : q->stored;
     r->admitted = sala__now();
     return 1;
 }
@@ -12748,7 +13069,9 @@ static void sala__prefill_shows(sala *s, int count, sala__pass *p) {
 static int sala__prefill_chunk(sala *s, sala__request *r, int budget, sala_error *err) {
     const sala_dims *m = &s->config.dims;
     sala__sequence *q = &s->sequences[r->slot];
-    int shows = (r->want_rows & SALA_ROWS_PROMPT) != 0;
+    int shows = (r->want_rows & SALA_ROWS_PROMPT) != 0, code = 0;
+    if (r->prefilled == r->shared) code = sala__prefix_begin(s, r, err);
+    if (code < 0) return code;
     if (shows && budget > s->plan.logits_rows) budget = s->plan.logits_rows;
     int64_t left = r->token_count - r->prefilled;
     int start = q->stored, count = (start + budget) / SALA_TILE * SALA_TILE - start;
@@ -12768,11 +13091,12 @@ static int sala__prefill_chunk(sala *s, sala__request *r, int budget, sala_error
     int32_t end = start + (int32_t)left;
     p.captures = sala__draft_wants(s, r->slot, start, count, end);
     if (shows) sala__prefill_shows(s, count, &p);
+    sala__prefix_leave(s, r, start, count, &p);
     if (s->on_gpu && last) sala__send_counts(s, r);
     if (s->on_gpu && last) sala__set_sampling(s, r, 0, start + count, 0);
     if (s->on_gpu && !last) s->sampling[0].slot = -1;
-    int code = sala__run_pass(s, &p, err);
-    if (code == 0 && r->prefilled == 0) code = sala__note_phase(s, q, 0, err);
+    if ((code = sala__run_pass(s, &p, err)) < 0) return code;
+    if (r->prefilled == 0) code = sala__note_phase(s, q, q->stored, 0, err);
     if (code < 0) return code;
     q->stored += count;
     r->prefilled += count;
@@ -12802,6 +13126,7 @@ static int sala__prefill(sala *s, sala_error *err) {
             int done = sala__prefill_chunk(s, r, budget, err);
             if (done < 0) return done;
             budget -= sala__round_up(done, SALA_TILE);
+            if (r->state == SALA__DECODE && budget > 512) budget = 512; // it generates from now on
             if (r->want_rows & SALA_ROWS_PROMPT)
                 return 0; // its event points into the logits of this pass
         }
@@ -13069,7 +13394,8 @@ static int sala__take_path(sala *s, const sala__pass *p, int i, sala_error *err)
     const int32_t *path;
     int count = sala__path_of(s, p, i, &path), code = 0;
     if (r->want_trees) code = sala__tree_event(s, r, path, count, err);
-    if (code == 0 && !q->phases[q->phase_count - 1].verified) code = sala__note_phase(s, q, 1, err);
+    if (code == 0 && !q->phases[q->phase_count - 1].verified)
+        code = sala__note_phase(s, q, q->stored, 1, err);
     r->counted.verifies[r->spec.source]++;
     for (int j = 0; j < count && code == 0 && r->slot >= 0; j++) {
         const sala__choice *c = &s->choices[path[j]];
@@ -13277,7 +13603,7 @@ typedef struct sala__session_head {
 } sala__session_head;
 
 typedef struct sala__session_request { // names as in sala__request
-    int64_t token_count, prefilled, segment_start, chosen, decode_bytes;
+    int64_t token_count, prefilled, segment_start, chosen, shared, reused, decode_bytes;
     double
         age[4]; // seconds since it was submitted, admitted, its first and last token; -1: not yet
     sala_timings counted;
@@ -13602,6 +13928,8 @@ static void sala__session_put_request(sala__session *f, const sala__request *r) 
     w.prefilled = r->prefilled;
     w.segment_start = r->segment_start;
     w.chosen = r->chosen;
+    w.shared = r->shared;
+    w.reused = r->reused;
     w.decode_bytes = r->decode_bytes;
     for (int i = 0; i < 4; i++) w.age[i] = sala__session_age(times[i]);
     w.counted = r->counted;
@@ -13629,7 +13957,9 @@ static int sala__session_agrees(const sala *s, const sala__session_head *h, int6
     for (int i = 0; i < 4; i++) ok &= n[i] >= 0 && n[i] <= s->options.context;
     for (; ok && count < (const int64_t *)&w->counted.draft_seconds; count++)
         ok = *count >= 0 && *count < (int64_t)1 << 48; // statistics, to which more is added
-    ok = ok && w->decode_bytes >= 0 && w->decode_bytes < (int64_t)1 << 60;
+    ok = ok && w->shared >= 0 && w->shared <= w->prefilled && w->reused >= 0;
+    ok = ok && w->reused <= s->options.context && w->decode_bytes >= 0 &&
+         w->decode_bytes < (int64_t)1 << 60;
     ok = ok && history == w->segment_start + w->token_count + w->chosen;
     ok = ok && h->stored == w->segment_start + w->prefilled + (w->chosen ? w->chosen - 1 : 0);
     if (w->chosen == 0) return ok && w->prefilled < w->token_count && h->pending == 0;
@@ -13654,6 +13984,8 @@ static sala__request *sala__session_revive(sala__session *f, const sala_request 
     for (int i = 0; i < 4; i++) // of a machine that booted just now none is so long ago
         *times[i] = w->age[i] >= 0 ? fmax(sala__now() - w->age[i], 1e-9) : 0;
     r->prefilled = w->prefilled;
+    r->shared = (int32_t)w->shared;
+    r->reused = w->reused;
     r->segment_start = (int32_t)w->segment_start;
     r->chosen = r->spec.before = w->chosen;
     r->state = w->chosen ? SALA__DECODE : SALA__PREFILL;
@@ -13887,15 +14219,16 @@ static sala__sequence *sala__session_place(sala__session *f, const sala__sequenc
         sala__session_fail(f, SALA_E_MEMORY,
                            "all %d sequences are taken: release one or raise --max-sequences",
                            s->plan.slots);
-    if (need > s->free_page_count)
+    if (need > s->free_page_count + s->idle_page_count)
         sala__session_fail(f, SALA_E_MEMORY,
                            "needs %lld pages of the K/V cache, of which %lld are free: release a "
                            "sequence or raise --kv-tokens",
-                           (long long)need, (long long)s->free_page_count);
+                           (long long)need, (long long)(s->free_page_count + s->idle_page_count));
     if (f->code < 0) return NULL;
     q->stored = from->stored;
     q->pending = from->pending;
-    f->code = sala__take_pages(s, q, need, f->err);
+    f->code = sala__page_room(s, q, need, f->err);
+    if (f->code == 0) f->code = sala__take_pages(s, q, need, f->err);
     if (f->code == 0) f->code = sala__draft_forget(s, (int)(q - s->sequences), f->err);
     return q;
 }

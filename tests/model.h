@@ -217,6 +217,12 @@ HELPER void session_idle(session *t) {
     CHECK(info.kv_tokens_reserved == 0, "%lld tokens are reserved",
           (long long)info.kv_tokens_reserved);
     CHECK(sala_next_event(s, &ev) == 0, "an event is left");
+    for (int i = 0; i < s->plan.snapshots; i++)
+        if (s->prefixes[i].length) sala__prefix_drop(s, &s->prefixes[i]);
+    CHECK(s->idle_page_count == 0, "%lld pages are idle", (long long)s->idle_page_count);
+    for (int64_t i = 0; i < s->plan.pages; i++)
+        CHECK(!s->page_users[i] && !s->page_cached[i], "page %lld has %d + %d holders",
+              (long long)i, s->page_users[i], s->page_cached[i]);
     unsigned char *free_page = (unsigned char *)need(calloc((size_t)s->plan.pages + 1, 1));
     for (int64_t i = 0; i < s->free_page_count; i++) free_page[s->free_pages[i]]++;
     for (int64_t i = 0; i < s->plan.pages; i++)

@@ -68,11 +68,12 @@ HELPER void poison(sala *s) {
     int n = sala__buffers(s, b);
     for (int i = 0; i < n; i++) {
         void *p = *b[i].pointer;
-        int lasting = p == (void *)s->slopes || p == (void *)s->decay ||
-                      p == (void *)s->frequency || p == (void *)s->sparse_frequency ||
-                      p == (void *)s->free_pages || p == (void *)s->states ||
-                      p == (void *)s->pending_k || p == (void *)s->pending_v ||
-                      p == (void *)s->sequences;
+        int lasting =
+            p == (void *)s->slopes || p == (void *)s->decay || p == (void *)s->frequency ||
+            p == (void *)s->sparse_frequency || p == (void *)s->free_pages ||
+            p == (void *)s->states || p == (void *)s->pending_k || p == (void *)s->pending_v ||
+            p == (void *)s->sequences || p == (void *)s->page_users ||
+            p == (void *)s->page_cached || p == (void *)s->prefixes || p == (void *)s->snapshots;
         if (p && !lasting) poison_fill(p, b[i].count * b[i].size);
     }
     size_t node = (size_t)s->plan.node_rows * (size_t)s->config.dims.kv_heads *
@@ -82,6 +83,10 @@ HELPER void poison(sala *s) {
     poison_fill(s->cpu.scratch, s->cpu.scratch_stride * (size_t)s->cpu.threads);
     poison_pages(s);
     for (int i = 0; i < s->plan.slots; i++) poison_slot(s, i);
+    for (int i = 0; i < s->plan.snapshots; i++)
+        if (!s->prefixes[i].length)
+            poison_fill(sala__snapshot_at(s, i, 0),
+                        (size_t)s->lightning_layers * s->plan.state * 4);
 }
 
 #endif

@@ -11,6 +11,8 @@ typedef struct tiles {
     uint16_t *q, *k, *v, *o;  // [rows, heads, 128]
     uint16_t *q_norm, *k_norm;
     float *cos_sin, *state, *slopes; // state: [TILES_SLOTS, heads, 128, 128] as the CPU has it
+    int copies, copy_after[SALA_GLA_COPIES];
+    float *copied[SALA_GLA_COPIES]; // [copies] of [heads, 128, 128]
 } tiles;
 
 static void *tiles_memory(size_t bytes) {
@@ -32,8 +34,11 @@ static size_t tiles_q_width(const tiles *p) {
 static size_t tiles_k_width(const tiles *p) {
     return (size_t)p->dims.lin_kv_heads * 128;
 }
+static size_t tiles_slot(const tiles *p) { // elements of one slot's states
+    return (size_t)p->dims.lin_heads * 128 * 128;
+}
 static size_t tiles_states(const tiles *p) {
-    return (size_t)TILES_SLOTS * (size_t)p->dims.lin_heads * 128 * 128;
+    return TILES_SLOTS * tiles_slot(p);
 }
 
 static sala_dims tiles_dims(int heads, int kv_heads) {
@@ -92,8 +97,8 @@ static void *tiles_put(const void *rows, size_t count, size_t bytes) {
     return to;
 }
 
-static void tiles_reorder(const tiles *p, float *to, const float *from, int back) {
-    for (size_t i = 0; i < tiles_states(p); i++) {
+static void tiles_reorder(size_t count, float *to, const float *from, int back) {
+    for (size_t i = 0; i < count; i++) {
         size_t there =
             i / 16384 * 16384 + (size_t)sala_state_place((int)(i % 16384) / 128, (int)(i % 128));
         to[back ? i : there] = from[back ? there : i];
@@ -139,14 +144,23 @@ static void tiles_device(tiles *p, int every) {
     a.k = (sala_act *)tiles_put(p->k, n, kw);
     a.v = (const sala_act *)tiles_put(p->v, n, kw);
     a.o = (sala_act *)on_device(NULL, (n + TILES_SPARE) * qw);
-    tiles_reorder(p, states, p->state, 0);
+    tiles_reorder(tiles_states(p), states, p->state, 0);
     a.state = (float *)on_device(states, tiles_states(p) * 4);
+    a.copies = p->copies;
+    for (int i = 0; i < p->copies; i++) {
+        a.copy_after[i] = p->copy_after[i];
+        a.copy_to[i] = (float *)on_device(NULL, tiles_slot(p) * 4);
+    }
     for (int at = 0, end; at < p->rows; at = end) {
         end = every - (p->position + at) % every + at;
         tiles_chunk(p, a, at, (end < p->rows ? end : p->rows) - at);
     }
     from_device(states, a.state, tiles_states(p) * 4);
-    tiles_reorder(p, p->state, states, 1);
+    tiles_reorder(tiles_states(p), p->state, states, 1);
+    for (int i = 0; i < p->copies; i++) {
+        from_device(states, a.copy_to[i], tiles_slot(p) * 4);
+        tiles_reorder(tiles_slot(p), p->copied[i], states, 1);
+    }
     from_device(o, a.o, (n + TILES_SPARE) * qw);
     memcpy(p->o, o, n * qw);
     for (size_t i = n * qw / 2; i < (n + TILES_SPARE) * qw / 2; i++)
@@ -183,6 +197,9 @@ static void tiles_twin(tiles *p) { // the same by the C body
     a.v = p->v;
     a.state = p->state;
     a.o = p->o;
+    a.copies = p->copies;
+    memcpy(a.copy_after, p->copy_after, sizeof a.copy_after);
+    memcpy(a.copy_to, p->copied, sizeof a.copy_to);
     sala__op_gla_prefill(&cpu, &a);
     free(position);
 }
@@ -302,6 +319,44 @@ static void prefill_gla_bits(void) {
     free(state);
     free(o);
     tiles_free(p);
+}
+
+// Copies of the state on the way are what a chunk that ended there would have left, and change nothing.
+static void prefill_gla_copies(void) {
+    static const int after[][SALA_GLA_COPIES] = {
+        {43, 171, 235}, {43, 107, 299}, {299, 0, 0}, {64, 192, 256}};
+    sala_dims m = tiles_dims(2, 1);
+    device_open_units(&m, 3);
+    for (int round = 0; round < 4; round++)
+        for (int twin = 0; twin < 2; twin++) {
+            check_seed = 7;
+            tiles *p = tiles_make(&m, 299, round < 3 ? 21 : 128);
+            p->copies = round == 2 ? 1 : SALA_GLA_COPIES;
+            size_t bytes = tiles_slot(p) * 4, own = (size_t)p->slot * tiles_slot(p);
+            for (int i = 0; i < p->copies; i++) {
+                p->copy_after[i] = after[round][i];
+                p->copied[i] = (float *)tiles_memory(bytes);
+            }
+            if (twin)
+                tiles_twin(p);
+            else
+                tiles_device(p, 65536);
+            for (int i = 0; i <= p->copies; i++) {
+                check_seed = 7;
+                tiles *q = tiles_make(&m, 299, round < 3 ? 21 : 128);
+                if (i < p->copies) q->rows = p->copy_after[i];
+                if (twin)
+                    tiles_twin(q);
+                else
+                    tiles_device(q, 65536);
+                const float *is = i < p->copies ? p->copied[i] : p->state + own;
+                CHECK(!memcmp(is, q->state + own, bytes), "twin %d: copy %d of round %d", twin, i,
+                      round);
+                tiles_free(q);
+            }
+            for (int i = 0; i < p->copies; i++) free(p->copied[i]);
+            tiles_free(p);
+        }
 }
 
 static void prefill_gla_twin(void) {

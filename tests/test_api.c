@@ -165,7 +165,7 @@ static void test_plan(void) {
         info.eos_count = 0;
         CHECK(memcmp(&plan, &info, sizeof info) == 0, "the plan is not what the engine says");
         CHECK(info.total_bytes == info.weight_bytes + info.kv_bytes + info.state_bytes +
-                                      info.pending_bytes + info.scratch_bytes,
+                                      info.pending_bytes + info.scratch_bytes + info.reuse_bytes,
               "the sum");
         CHECK(info.state_bytes == info.state_bytes_per_sequence * 4 &&
                   info.state_bytes_per_sequence == 3 * 6 * 16 * 16 * 4,

@@ -377,6 +377,17 @@ t_chat_lines() {
 3 + 4?' --json -n 1 && [ "$(field prompt_tokens)" -eq "$read" ] || return 1
     chat 'What is 3 + 4?' -q && prints '3 + 4 = 7' # without a newline at the end
 }
+t_chat_reuse() { # a new conversation goes on from the old one's prefix, and answers the same
+    input='What does the cow say?\n/stats\n/reset\nWhat does the cow say?\n/stats\n'
+    long=Be$(seq -f 'kind%.0f.' 60 | tr -d '\n')
+    chat "$input" "-q -n 9 --system $long" && ! says 'were there already' >/dev/null && return 1
+    [ "$(grep -c 'more were there already' "$work/err")" -eq 1 ] &&
+        [ "$(sort -u "$work/out" | wc -l)" -eq 1 ] || return 1
+    cp "$work/out" "$work/p"
+    chat "$input" "-q -n 9 --reuse off --system $long" && cmp "$work/p" "$work/out" &&
+        ! says 'were there already' >/dev/null && exits 2 chat --reuse always && says 'prefix off history' &&
+        exits 1 chat --reuse-memory 1K && says 'holds no snapshot'
+}
 t_chat_full() {
     # from a pipe a message that was refused shows in the exit code
     ! chat 'What does the cow say?\nWhat is 3 + 4?\n/reset\nWhat is 3 + 4?\n' '-q --context 40' &&
@@ -406,7 +417,7 @@ t_info() {
         lines 1 "$work/out" && is_json "$work/out" &&
         prints '"fits": true' &&
         [ "$(($(field weight_bytes) + $(field kv_bytes) + $(field state_bytes) + $(field pending_bytes) + \
-            $(field scratch_bytes)))" -eq "$(field total_bytes)" ]
+            $(field scratch_bytes) + $(field reuse_bytes)))" -eq "$(field total_bytes)" ]
 }
 t_info_does_not_fit() {
     exits 0 info --json --context 1M --memory-limit 10M && is_json "$work/out" &&

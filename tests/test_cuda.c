@@ -271,6 +271,45 @@ static void test_continued_sequence(void) {
     session_close(&t[1]);
 }
 
+// Where a prompt goes on from a prefix, its bits are those of computing it. Pages and snapshots hold NaN at first.
+static void test_prefix_reuse(void) {
+    int32_t tokens[140];
+    check_seed = 43;
+    random_tokens(tokens, 140, 2000);
+    sala_options o = cuda_options(2, 64);
+    session t[2];
+    for (int i = 0; i < 2; i++) {
+        o.reuse = i ? "off" : "prefix";
+        t[i] = session_open(SALA_TINY, &o);
+        sala *s = t[i].engine;
+        const sala__plan *p = &s->plan;
+        size_t page = 2 * p->page_kv + p->page_tier1 + p->page_tier2;
+        sala__cuda *c = &s->gpu.cuda;
+        int code = sala__cuda_enter(c, NULL);
+        for (int l = 0; l < s->sparse_layers && code == 0; l++)
+            code = sala__cuda_fill(c, sala__on_gpu(s->pages[l].k), 0xFF,
+                                   (size_t)p->pages * page * sizeof(sala_act), NULL);
+        if (code == 0 && i == 0)
+            code =
+                sala__cuda_fill(c, sala__on_gpu(s->snapshots), 0xFF, (size_t)p->reuse_bytes, NULL);
+        if (code < 0 || sala__cuda_wait(c, NULL) < 0) die("cuda", "cannot fill memory");
+        sala__cuda_leave(c);
+        sala_request r =
+            request_of(tokens, 131, 2); // its one pass copies the states behind row 128
+        if (i == 0) session_do(&t[i], &r);
+        r = request_of(tokens, 139, 4);
+        r.want_rows = SALA_ROWS_GENERATED;
+        session_do(&t[i], &r);
+    }
+    outcome *a = &t[0].out[1], *b = &t[1].out[0];
+    CHECK(a->timings.reused_tokens == 128, "%lld tokens reused",
+          (long long)a->timings.reused_tokens);
+    CHECK(same_choices(a, b), "other tokens");
+    CHECK(first_difference(&t[0], a, b, 139, 142) < 0, "other bits");
+    session_close(&t[0]);
+    session_close(&t[1]);
+}
+
 // What sala_open takes is what the plan says. A driver hands memory out in pieces of up to 2 MiB.
 static void test_memory_plan(void) {
     sala_options o = cuda_options(4, 64);
@@ -657,6 +696,7 @@ int main(int argc, char **argv) {
                                         TEST(test_chunk_invariance_and_determinism),
                                         TEST(test_graphs_change_nothing),
                                         TEST(test_continued_sequence),
+                                        TEST(test_prefix_reuse),
                                         TEST(test_memory_plan),
                                         TEST(test_four_bits),
                                         TEST(test_four_bit_files),

@@ -22,6 +22,7 @@ int main(int argc, char **argv) {
                                         TEST(prefill_gla_groups),
                                         TEST(prefill_gla_normed),
                                         TEST(prefill_gla_bits),
+                                        TEST(prefill_gla_copies),
                                         TEST(prefill_gla_long),
                                         TEST(prefill_store),
                                         TEST(prefill_select_group_1),

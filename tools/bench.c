@@ -431,6 +431,7 @@ static int sala_bench(int argc, char **argv) {
         a.code = cli_fail(id = CLI_USAGE,
                           "--spec all goes neither with --gemm, --tokenize nor --sampled");
     if (b->spec || !a.options.spec) a.options.spec = b->spec || b->chains ? "auto" : "off";
+    if (!a.options.reuse) a.options.reuse = "off"; // prompts are repeated, and all to be read
     if (id == 0) {
         int64_t need = b->prompt + b->gen * (b->chains ? SALA_MAX_PATH : 1) + 1;
         if (b->spec && !a.options.synthetic) need = 8192; // the prompts of a file

@@ -392,6 +392,10 @@ static const cli_option cli_engine[] = {
     {0, "spec-tree", "D,K,N",
      "its trees: depth, candidates a node, nodes (default: 7,2,15, less under load)"},
     {0, "draft-window", "N", "tokens that it sees at most (default 32768)"},
+    {0, "reuse", "KIND",
+     "what a prompt may begin with: prefix (of an earlier prompt; default but for run, logits and "
+     "bench), history (also a kept conversation), off"},
+    {0, "reuse-memory", "BYTES", "snapshots of lightning states for it (default: 16 snapshots)"},
     {0, "template", "chatml", "chat template (default: recognised from the model's files)"},
     {0, "synthetic", NULL,
      "-m is a config.json; weights are made by a hash, there is no tokenizer"},
@@ -808,6 +812,8 @@ static void cli_print_timings(const sala_timings *t) {
     fprintf(stderr, "sala: %s %lld tokens in %.2f s, %.0f t/s; ",
             t->output_tokens ? "prompt" : "read of the prompt:", (long long)t->prompt_tokens,
             t->prefill_seconds, cli_rate((double)t->prompt_tokens, t->prefill_seconds));
+    if (t->reused_tokens)
+        fprintf(stderr, "%lld more were there already; ", (long long)t->reused_tokens);
     if (!t->output_tokens) {
         fprintf(stderr, "no token yet\n");
         return;

@@ -762,6 +762,7 @@ static int eval_run_ppl(cli_args *a, eval_job *job) {
     if (!a->options.max_sequences) a->options.max_sequences = 1;
     if (!a->options.context && job->window) a->options.context = job->window + 1;
     a->options.logits_rows = a->options.chunk;
+    if (!a->options.reuse) a->options.reuse = "off"; // every row is to be computed
     if (code == CLI_OK && job->out && (job->results = fopen(job->out, "w")) == NULL)
         code = cli_fail(CLI_OUTPUT, "%s: cannot write: %s", job->out, strerror(errno));
     if (code == CLI_OK && (job->engine = cli_open(a)) == NULL) code = a->code;
