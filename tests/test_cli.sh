@@ -733,7 +733,7 @@ t_bench_spec_faults() { # nothing is left out silently, and what a file says can
 # ---- sessions ----
 
 t_session_run() { # interrupted anywhere, it goes on as if nothing had happened
-    ask="-q -p Once --ignore-eos -n 3000 --temp 0.9 --seed 4"
+    ask="-q -p Once --ignore-eos -n 1500 --temp 0.9 --seed 4"
     exits 0 run $ask && cp "$work/out" "$work/whole" || return 1
     { "$sala" run $ask --save "$work/s" >"$work/one" 2>"$work/err" & } && pid=$!
     until_true test -s "$work/one" && kill -INT $pid && ended $pid 130 && [ -s "$work/s" ] &&
