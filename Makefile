@@ -59,7 +59,7 @@ $(B)/fuzz_%: tests/fuzz/fuzz_%.c sala.cu kernels.h | $(B)
 	$(CC) $(CFLAGS) -DREPLAY -DSALA_STATIC -MF $@.d -o $@ $< $(LDLIBS)
 
 # What computes little is compiled quickly. (OPT on the command line is for all.)
-QUICK := json settings checkpoint tokenizer formats sampler cuda_host draft_files quantized spec main api
+QUICK := json settings checkpoint tokenizer formats sampler cuda_host draft_files quantized spec main api session
 $(addprefix $(B)/test_,$(QUICK)) $(addprefix $(B)/,$(FUZZ)) $(B)/make_models: OPT = -O1
 
 # The CUDA simulator: the driver and NVRTC in one library. It and its tests need a C++ compiler; without
@@ -105,7 +105,7 @@ real-test: $(B)/real
 lossless-test: $(B)/lossless
 	$(B)/lossless $(or $(DEVICE),auto)
 
-# What only a GPU can tell. STAGE: kernels, engine, sanitizer, needles, bench, prefill, four, spec, accuracy
+# What only a GPU can tell. STAGE: kernels, engine, sanitizer, needles, bench, prefill, four, spec, sessions, accuracy
 # or all (the default).
 gpu-test:
 	sh tools/gpu_check.sh $(STAGE)
@@ -125,7 +125,7 @@ help:
 	@echo "make check-kernels  compile all kernels for every target (needs NVRTC, no GPU)"
 	@echo "make real-test MODEL=DIR  the released weights against what others saw them do"
 	@echo "make lossless-test  10,000 tokens with every kind of draft against plain decoding (DEVICE=cpu|cuda)"
-	@echo "make gpu-test STAGE=all  what only a GPU can tell (kernels engine sanitizer needles bench prefill four spec accuracy)"
+	@echo "make gpu-test STAGE=all  what only a GPU can tell (kernels engine sanitizer needles bench prefill four spec sessions accuracy)"
 	@echo "make mutations      plant faults in the kernels and see that the tests notice"
 	@echo "make format   apply .clang-format"
 	@echo "make clean    remove what was built"

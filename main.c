@@ -30,6 +30,7 @@ typedef struct generation {
     sala_timings timings;
     double started;
     int broken;       // the engine failed: only sala_close is left
+    const char *save; // interrupted, the request is saved there before it is cancelled
     tree_shower tree; // --show-tree
 } generation;
 
@@ -100,22 +101,39 @@ static int take_event(generation *g, const sala_event *e) {
     return cli_flush();
 }
 
-// Run one request to its end; Ctrl-C or a failed write cancels it. Returns an exit code.
+static int save(sala *engine, int64_t id, const char *path) { // returns an exit code
+    sala_error err;
+    if (sala_save(engine, id, path, &err) == 0) return CLI_OK;
+    return cli_fail(CLI_OUTPUT, "cannot save the session: %s", err.text);
+}
+
+static int generate_on(generation *g, int64_t id);
+
+// Run one request to its end. Returns an exit code.
 static int generate(generation *g, const sala_request *request) {
+    sala_error err;
+    int64_t id = sala_submit(g->engine, request, &err);
+    if (id < 0) return cli_fail(CLI_FAILED, "%s", err.text);
+    if (request->want_trees) tree_begin(&g->tree, g->engine, request);
+    int code = g->shown ? show_prompt(g, request->text != NULL) : CLI_OK;
+    int other = generate_on(g, id);
+    return code ? code : other;
+}
+
+// Run the request that is at work to its end; Ctrl-C or a failed write cancels it.
+static int generate_on(generation *g, int64_t id) {
     sala_error err;
     sala_event e;
     int code = CLI_OK, cancelled = 0, step;
-    int64_t id = sala_submit(g->engine, request, &err);
-    if (id < 0) return cli_fail(CLI_FAILED, "%s", err.text);
     g->started = cli_now();
-    if (request->want_trees) tree_begin(&g->tree, g->engine, request);
-    if (g->shown) code = show_prompt(g, request->text != NULL);
     while ((step = sala_step(g->engine, &err)) > 0) {
         while (sala_next_event(g->engine, &e)) {
             int failed = take_event(g, &e);
             if (failed) code = failed;
         }
         if ((cli_signal || code) && !cancelled) {
+            int unsaved = g->save && !g->finish_reason ? save(g->engine, id, g->save) : CLI_OK;
+            if (!code) code = unsaved;
             sala_cancel(g->engine, id, NULL); // an error only says that it has finished meanwhile
             cancelled = 1;
         }
@@ -142,7 +160,7 @@ static void generation_free(generation *g) {
 
 /* ---- run ------------------------------------------------------------------------------------ */
 
-enum { RUN_CHAT = CLI_OWN, RUN_SYSTEM, RUN_ECHO, RUN_TREE };
+enum { RUN_CHAT = CLI_OWN, RUN_SYSTEM, RUN_ECHO, RUN_TREE, RUN_SAVE, RUN_LOAD };
 
 static const char story[] = "Once upon a time there was a brave fox named Pip.";
 
@@ -154,6 +172,9 @@ static const cli_option run_options[] = {
     {RUN_ECHO, "echo", NULL, "print the prompt too"},
     {RUN_TREE, "show-tree", NULL,
      "show on stderr, also with --quiet, what was drafted in each step and what of it was right"},
+    {RUN_SAVE, "save", "FILE", "save the sequence at the end; after Ctrl-C, in the middle of it"},
+    {RUN_LOAD, "load", "FILE",
+     "go on with a saved one: with what was interrupted, or with the prompt (default: none)"},
     {CLI_JSON, "json", NULL, "print one JSON object at the end instead of text as it comes"},
     {0, NULL, NULL, NULL},
 };
@@ -172,11 +193,12 @@ static const cli_command run_command = {
     "  sala run -p '<li>bell</li> <li>duck</li> <li>silk</li> <li>boat</li>' -n 60 --spec ngram "
     "--show-tree\n"
     "  sala run --chat -p 'What does the cow say?' --json\n"
-    "  sala run -m /models/MiniCPM-SALA -f book.txt --context 200K -n 500\n",
+    "  sala run -m /models/MiniCPM-SALA -f book.txt --context 200K -n 500 --save book.session\n"
+    "  sala run -m /models/MiniCPM-SALA --load book.session --context 200K -p ' In short:'\n",
 };
 
 typedef struct run_input {
-    const char *file, *system;
+    const char *file, *system, *save, *load;
     int chat, echo;
     cli_buffer prompt; // the text
     cli_buffer tokens; // int32, with --chat
@@ -190,6 +212,8 @@ static int run_arguments(cli_args *a, run_input *in) { // returns 0, or -1: retu
         if (id == RUN_SYSTEM) in->system = a->value;
         if (id == RUN_ECHO) in->echo = 1;
         if (id == RUN_TREE) a->request.want_trees = 1;
+        if (id == RUN_SAVE) in->save = a->value;
+        if (id == RUN_LOAD) in->load = a->value;
         if (id != 'p') continue;
         cli_free(&in->prompt);
         cli_append(&in->prompt, a->value, strlen(a->value));
@@ -200,7 +224,9 @@ static int run_arguments(cli_args *a, run_input *in) { // returns 0, or -1: retu
     if (in->system && !in->chat) a->code = cli_fail(CLI_USAGE, "--system needs --chat");
     if (a->request.logprobs && !a->json) a->code = cli_fail(CLI_USAGE, "--logprobs needs --json");
     if (a->code == CLI_OK && in->file) a->code = cli_read_file(in->file, &in->prompt);
-    if (a->code == CLI_OK && !in->prompt.data) {
+    if (in->load && in->chat) a->code = cli_fail(CLI_USAGE, "--load and --chat: use sala chat");
+    a->request.keep = in->save != NULL;
+    if (a->code == CLI_OK && !in->prompt.data && !in->load) {
         cli_append(&in->prompt, story, strlen(story));
         in->echo |= !a->json && !in->chat;
     }
@@ -223,7 +249,7 @@ static int run_prompt(cli_args *a, sala *engine, run_input *in) {
     sala_error err;
     int code = 0;
     if (!in->chat) {
-        a->request.text = in->prompt.data;
+        a->request.text = in->prompt.size || !in->load ? in->prompt.data : NULL;
         a->request.text_bytes = in->prompt.size;
         return CLI_OK;
     }
@@ -277,12 +303,26 @@ static int run_generate(cli_args *a, sala *engine, run_input *in) {
     char *logprobs = NULL;
     size_t logprobs_size = 0;
     int code = run_prompt(a, engine, in);
+    sala_session session = {0};
+    sala_error err;
     g.engine = engine;
     g.print = !a->json;
+    g.save = in->save;
+    if (code == CLI_OK && in->load && sala_load(engine, in->load, &session, &err) < 0)
+        code = cli_fail(CLI_FAILED, "%s", err.text);
+    if (session.request && in->prompt.data)
+        code = cli_fail(CLI_USAGE,
+                        "%s was saved in the middle of a text: give no prompt, and it goes on",
+                        in->load);
+    a->request.sequence = session.sequence;
     if (a->request.logprobs) g.logprobs = open_memstream(&logprobs, &logprobs_size);
-    if (in->echo && g.print) g.shown = &in->prompt;
+    if (in->echo && g.print && in->prompt.data) g.shown = &in->prompt;
     if (code == CLI_OK) {
-        code = generate(&g, &a->request);
+        code = session.request ? generate_on(&g, session.request) : generate(&g, &a->request);
+        if (g.save && g.sequence && g.finish_reason != SALA_FINISH_CANCELLED) {
+            int unsaved = save(engine, g.sequence, g.save);
+            if (unsaved) code = unsaved;
+        }
         if (g.logprobs) fflush(g.logprobs);
         if (g.finish_reason && a->json) run_json(a, &g, in, logprobs);
         // On a terminal the end line must not stand behind the text; elsewhere stdout holds the
@@ -319,10 +359,12 @@ static int sala_run(int argc, char **argv) {
    left that token as the last chosen one, so the next turn begins with the tokens of "\n"; after
    an answer that ended otherwise <|im_end|> is supplied too. */
 
-enum { CHAT_SYSTEM = CLI_OWN };
+enum { CHAT_SYSTEM = CLI_OWN, CHAT_SESSION };
 
 static const cli_option chat_options[] = {
     {CHAT_SYSTEM, "system", "TEXT", "system prompt (default: none)"},
+    {CHAT_SESSION, "session", "FILE",
+     "go on with the conversation saved there, save it at the end"},
     {0, NULL, NULL, NULL},
 };
 
@@ -344,6 +386,7 @@ static const cli_command chat_command = {
     CLI_REQUEST | CLI_ENGINE,
     "  sala chat\n"
     "  sala chat --system 'Answer in one sentence.' --temp 0.7 -n 1000\n"
+    "  sala chat --session farm.session\n"
     "  printf 'What does the cow say?\\nWhat is 3 + 4?\\n' | sala chat --quiet\n",
 };
 
@@ -517,12 +560,32 @@ static int chat_loop(chat *c) {
     return code;
 }
 
+// Take up the conversation of a file, if there is one. Returns an exit code.
+static int chat_load(chat *c, const char *path) {
+    sala_session session;
+    sala_error err;
+    if (access(path, F_OK) != 0) return CLI_OK;
+    if (sala_load(c->engine, path, &session, &err) < 0) return cli_fail(CLI_FAILED, "%s", err.text);
+    if (session.request)
+        return cli_fail(CLI_FAILED, "%s was saved in the middle of a text: sala run --load ends it",
+                        path);
+    c->sequence = session.sequence;
+    c->length = session.token_count;
+    c->last = session.last;
+    if (!cli_quiet)
+        fprintf(stderr, "A conversation of %lld tokens goes on.\n", (long long)c->length);
+    return CLI_OK;
+}
+
 static int sala_chat(int argc, char **argv) {
     cli_args a;
     chat c = {0};
+    const char *session = NULL;
     int id;
     cli_start(&a, &chat_command, argc, argv);
     while ((id = cli_next(&a)) > 0) {
+        if (id == CHAT_SESSION) session = a.value;
+        if (id == CHAT_SESSION) continue;
         free(c.system);
         c.system = a.value[0] ? cli_copy(a.value) : NULL;
     }
@@ -531,7 +594,12 @@ static int sala_chat(int argc, char **argv) {
     if (id == 0) c.engine = cli_open(&a);
     c.args = &a;
     chat_reset(&c);
-    if (c.engine) a.code = chat_loop(&c);
+    if (c.engine && session) a.code = chat_load(&c, session);
+    if (c.engine && a.code == CLI_OK) {
+        a.code = chat_loop(&c);
+        int unsaved = session && c.sequence ? save(c.engine, c.sequence, session) : CLI_OK;
+        if (unsaved) a.code = unsaved;
+    }
     chat_reset(&c);
     sala_close(c.engine);
     free(c.system);

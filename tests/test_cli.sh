@@ -741,6 +741,33 @@ t_bench_spec_faults() { # nothing is left out silently, and what a file says can
         exits 0 bench -q --spec all --prompts "$work/prompts" --gen-tokens 1 --repeat 1 --json && is_json "$work/out"
 }
 
+# ---- sessions ----
+
+t_session_run() { # interrupted anywhere, it goes on as if nothing had happened
+    ask="-q -p Once --ignore-eos -n 1500 --temp 0.9 --seed 4"
+    exits 0 run $ask && cp "$work/out" "$work/whole" || return 1
+    { "$sala" run $ask --save "$work/s" >"$work/one" 2>"$work/err" & } && pid=$!
+    until_true test -s "$work/one" && kill -INT $pid && ended $pid 130 && [ -s "$work/s" ] &&
+        exits 0 run -q --load "$work/s" --save "$work/t" && cat "$work/one" "$work/out" | cmp - "$work/whole" &&
+        exits 2 run -q --load "$work/s" -p and && says 'give no prompt, and it goes on' &&
+        exits 0 run -q --load "$work/t" -n 5 --json && is_json "$work/out" && [ "$(field prompt_tokens)" -eq 1 ] &&
+        exits 0 run -q --load "$work/t" -p ' and' -n 5 && exits 2 run --load "$work/t" --chat && says 'sala chat' &&
+        exits 3 run -q -n 2 --save /dev/full && says 'cannot save the session: /dev/full: not a regular file' &&
+        exits 1 run --load "$work/none" && says 'cannot open: No such file' && ls "$work" | (! grep part-) &&
+        exits 1 run --load README.md && says 'README.md: not a session' && exits 1 run --load "$work/t" --dense-len 128 &&
+        says 'made with dense-len'
+}
+t_session_chat() { # saved and taken up again, a conversation is one
+    printf 'What does the cow say?\nWhat is 3 + 4?\n/stats\n' | "$sala" chat -q >"$work/whole" 2>"$work/stats" || return 1
+    chat 'What does the cow say?\n' "-q --session $work/s" && mv "$work/out" "$work/one" && [ -s "$work/s" ] &&
+        chat 'What is 3 + 4?\n/stats\n' "--session $work/s" && says 'A conversation of .* tokens goes on' &&
+        cat "$work/one" "$work/out" | cmp - "$work/whole" &&
+        [ "$(grep -o 'conversation: [0-9]*' "$work/stats")" = "$(grep -o 'conversation: [0-9]*' "$work/err")" ] &&
+        exits 0 chat -q --session "$work/new" && [ ! -e "$work/new" ] && cp "$work/s" "$work/bad" && echo x >>"$work/bad" &&
+        exits 1 chat -q --session "$work/bad" && says 'cut short or altered' && cp "$work/bad" "$work/same" &&
+        cmp "$work/bad" "$work/same" && chat '/quit\n' "-q --session $work/s --system Other" && [ -s "$work/s" ]
+}
+
 # ---- all of them ----
 
 for test in $(sed -n 's/^\(t_[a-z_]*\)() .*/\1/p' tests/test_cli.sh); do

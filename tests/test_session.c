@@ -165,6 +165,7 @@ static int64_t go_on(session *b, const plan *c, int k, const outcome *whole) {
     outcome *rest;
     sala_request noise = c->first;
     noise.keep = 0;
+    if (noise.tokens) noise.token_count = 9;
     if (k % 2) session_ask(b, &noise), session_step(b);
     int64_t id = must_load(b, saved[k], &found);
     CHECK(found.sequence == id && found.request == (k ? id : 0), "step %d: request %lld", k,
@@ -348,8 +349,8 @@ static void test_device(void) {
         c.a.spec = "eagle";
         c.a.spec_tree = "3,2,7";
     }
-    c.first = request_of(tokens, 4, 2);
-    c.r.token_count = 62;
+    c.first = request_of(tokens, 59, 2); // the second turn's prompt goes beyond a chunk of 64
+    c.r.token_count = 7;
     c.r.max_tokens = 6;
     c.next = request_of(tokens + 90, 1, 2);
     c.first.keep = c.next.keep = 1;

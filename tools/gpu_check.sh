@@ -9,6 +9,7 @@
 #   sh tools/gpu_check.sh prefill     prompts of 32K to 1M tokens, where their time goes, yardsticks
 #   sh tools/gpu_check.sh four        weights of four bits: kernels, decoding, prompts, products, public kernels beside
 #   sh tools/gpu_check.sh spec        drafts: the same texts, what they bring, what they cost; the verdicts come last
+#   sh tools/gpu_check.sh sessions    saved and loaded on the device: the same bits; 128K tokens at the disk's speed
 #   sh tools/gpu_check.sh accuracy    what four bits cost sala-tiny in answers and perplexity (tools/accuracy.sh)
 #   sh tools/gpu_check.sh all
 #
@@ -295,16 +296,28 @@ accuracy() {
     SHOW=40 step accuracy 560 env DEVICE="$device" sh tools/accuracy.sh models/sala-tiny build/accuracy
 }
 
+# Of the 9B shape with random weights; the file goes to $SESSION_DIR (/tmp), whose disk is the yardstick.
+sessions() {
+    header "sessions"
+    step build-sessions 300 make -j4 build/test_session build/restore
+    SHOW=8 step sessions-device 120 build/test_session device
+    for tokens in 4096 131072; do
+        SHOW=8 step "sessions-$tokens" 240 build/restore "$nine_config" "$device" "$tokens" \
+            "${SESSION_DIR:-/tmp}/sala-$$.session"
+    done
+    grep -h -e '^met ' -e '^MISSED ' "$out"/sessions-[0-9]*.log | tee -a "$out/gpu-check.log"
+}
+
 [ $# -gt 0 ] || set -- all
 for stage in "$@"; do
     case $stage in
-    kernels | engine | sanitizer | needles | bench | prefill | four | spec | accuracy) $stage ;;
+    kernels | engine | sanitizer | needles | bench | prefill | four | spec | sessions | accuracy) $stage ;;
     all)
-        for each in kernels engine sanitizer needles bench prefill four spec accuracy; do $each; done
+        for each in kernels engine sanitizer needles bench prefill four spec sessions accuracy; do $each; done
         ;;
     *)
         echo "gpu_check.sh: there is no stage '$stage'; there are: kernels engine sanitizer needles bench prefill" \
-            "four spec accuracy all" >&2
+            "four spec sessions accuracy all" >&2
         exit 2
         ;;
     esac
