@@ -40,14 +40,11 @@ static const cli_option dump_options[] = {
     {DUMP_DATA, "data", "FILE", "samples: JSON lines, see above"},
     {DUMP_OUT, "out", "DIR", "folder of the shards; made if it is not there"},
     {DUMP_LAYERS, "layers", "A,B,C",
-     "three layers whose output is dumped, from 0 (default: those of --draft, or else 1, L/2 - 1, "
-     "L - 4 of the model's L)"},
+     "three layers, from 0 (default: those of --draft, else 1, L/2 - 1, L - 4 of the model's L)"},
     {DUMP_MAX, "max-tokens", "N", "cut samples to N tokens (default: they must fit the context)"},
     {DUMP_LIMIT, "limit", "N", "only the first N samples"},
-    {DUMP_SHARD, "shard-tokens", "N",
-     "tokens of a shard at most, unless a sample alone is longer (default 65536)"},
-    {DUMP_REGENERATE, "regenerate", NULL,
-     "the model itself writes the answers, in place of those that the data have"},
+    {DUMP_SHARD, "shard-tokens", "N", "tokens of a shard at most, or one sample (default 65536)"},
+    {DUMP_REGENERATE, "regenerate", NULL, "the model itself writes all answers anew"},
     {DUMP_ANSWER, "answer-tokens", "N", "longest answer that it writes (default 1024)"},
     {DUMP_TEMPERATURE, "temperature", "X", "of its answers; 0: always the likeliest (default 0)"},
     {DUMP_SEED, "seed", "N", "of its answers (default 0)"},
@@ -61,26 +58,21 @@ static const cli_command dump_command = {
     "dump-features [-m DIR] --data FILE --out DIR [options]\n\n"
     "Writes what a draft head is trained with: of every token the outputs of three layers and\n"
     "what the head of the model reads, as safetensors. A sample is a line of FILE:\n\n"
-    "  {\"tokens\": [1, 5, ...], \"loss_mask\": [0, 1, ...]}  as they are; no mask: all under "
-    "loss\n"
-    "  {\"text\": \"...\"}                                   all of it under loss\n"
+    "  {\"tokens\": [1, 5, ...], \"loss_mask\": [0, 1, ...]}   no mask: all is under loss\n"
+    "  {\"text\": \"...\"}                                    all is under loss\n"
     "  {\"messages\": [{\"role\": \"user\", \"content\": \"...\"}, ...]}\n"
-    "      by the chat template; under loss is what the assistant says, its end token included\n"
-    "  {\"prompt\": \"...\", \"answer\": \"...\"}                raw text; the answer is under "
-    "loss\n\n"
+    "      by the chat template; under loss is what the assistant says, with its end token\n"
+    "  {\"prompt\": \"...\", \"answer\": \"...\"}   raw text; the answer is under loss\n\n"
     "The same command goes on behind the last whole shard; with other options, another model\n"
-    "or other data it refuses to. Use the model, --prefill and --dense-len that will be "
-    "deployed.\n",
+    "or other data it refuses to. Take the model, --prefill and --dense-len to be deployed.\n",
     dump_options,
     CLI_ENGINE,
     "  sala dump-features --data chats.jsonl --out features\n"
     "  sala dump-features --data prompts.jsonl --out features --regenerate --temperature 0.7\n"
-    "  sala dump-features -m /models/MiniCPM-SALA-NVFP4 --data chats.jsonl --out /data/features "
-    "--max-tokens 4096\n",
+    "  sala dump-features -m /models/SALA-NVFP4 --data chats.jsonl --out /data/f --max-tokens 4K\n",
 };
 
 enum { DUMP_TOKENS, DUMP_TEXT, DUMP_MESSAGES, DUMP_PROMPT, DUMP_KINDS };
-static const char *const dump_kinds[] = {"tokens", "text", "messages", "prompt"};
 
 typedef struct dump_sample {
     char where[512];  // "FILE:LINE"
@@ -93,44 +85,32 @@ typedef struct dump_sample {
     int done;
 } dump_sample;
 
-typedef struct dump_pair {
-    const char *key;
-    char value[160];
-} dump_pair;
-
 typedef struct dump_job {
     cli_args *args;
     const char *data, *out;
     int64_t max_tokens, limit, shard_tokens, answer_tokens, parallel;
-    int regenerate;
+    int regenerate, lock; // lock: of the folder
     sala *engine;
     sala_info info;
-    int64_t most; // tokens of a sample
-    int lock;     // of the folder
-    // the data
-    sala__file file;
-    size_t at;
-    int64_t line, samples, total; // where reading is: lines and samples so far; samples in all
-    // samples that were read: the first `taken` are the shard, the others wait for their answers
+    int64_t most;                 // tokens of a sample
+    sala__file file;              // the data,
+    size_t at;                    // and where reading is:
+    int64_t line, samples, total; // lines and samples so far; samples in all
+    // Samples that were read: the first `taken`, of `tokens`, are the shard, the others wait for their
+    // answers. Lines up to last_line are in it or, `skipped` since the last shard, were left out.
     dump_sample **queue;
-    int64_t count, taken, tokens; // tokens: of the shard
-    int64_t skipped,
-        last_line; // lines left out since the last shard; line of the last taken or left out
-    // what is written
-    dump_pair pairs[20]; // all that the numbers depend on
-    int pair_count;
+    int64_t count, taken, tokens, skipped, last_line;
+    char *settings; // all that the numbers depend on, as members of JSON
     int64_t shards, resumed;
+    int64_t sums[4], bytes; // of them all, see dump_sums
     cli_output output;
     int64_t hidden_at, features_at; // in the file: of the first token of the sample that is read
     int64_t reading;                // its request
     cli_buffer rows;                // of one event, in the order of the file
-    int64_t sums[5];                // samples, tokens, under loss, skipped, bytes; with resumed
     double start;
 } dump_job;
 
-enum { DUMP_SAMPLES, DUMP_ALL_TOKENS, DUMP_LOSS, DUMP_SKIPPED, DUMP_BYTES };
-static const char *const dump_sums[] = {"samples", "tokens", "loss_tokens", "skipped", "bytes"};
-
+static const char *const dump_sums[] = {"samples", "tokens", "loss_tokens", "skipped"};
 static const sala__env dump_env = {NULL, NULL, NULL, NULL}; // the C library's allocator
 
 static int64_t dump_length(const dump_sample *s) {
@@ -200,12 +180,13 @@ static int dump_check_messages(const dump_job *job, const dump_sample *s) {
 // Parse a line, and find everything that is wrong with it without its tokens being known.
 static int dump_parse(const dump_job *job, dump_sample *s, const char *line, size_t size) {
     sala_error err;
+    static const char *const kinds[] = {"tokens", "text", "messages", "prompt"};
     const sala__json *j = &s->json;
     int found = 0;
     if (sala__json_parse(&dump_env, s->where, line, size, &s->json, &err) < 0)
         return cli_fail(CLI_FAILED, "%s", err.text);
     for (int k = 0; k < DUMP_KINDS; k++) {
-        int node = sala__json_get(j, 0, dump_kinds[k]);
+        int node = sala__json_get(j, 0, kinds[k]);
         if (node < 0) continue;
         found++;
         s->kind = k;
@@ -402,72 +383,57 @@ static int dump_read(dump_job *job, const char *line, size_t size, dump_sample *
 
 /* ---- shards: safetensors --------------------------------------------------------------------- */
 
-enum { DUMP_TENSORS = 5 };
-
-typedef struct dump_tensor { // in the order of a file: each begins at a multiple of its element
-    const char *name, *dtype;
-    int64_t size, rows, width; // bytes of an element; width 0: one dimension
-    int64_t at;                // in the file
-} dump_tensor;
-
-static void dump_layout(const dump_job *job, dump_tensor out[DUMP_TENSORS]) {
-    const int64_t n = job->taken, t = job->tokens, h = job->info.hidden;
-    const dump_tensor all[DUMP_TENSORS] = {
-        {"starts", "I64", 8, n + 1, 0, 0},    {"ids", "I32", 4, t, 0, 0},
-        {"features", "BF16", 2, t, 3 * h, 0}, {"hidden", "BF16", 2, t, h, 0},
-        {"loss_mask", "U8", 1, t, 0, 0},
-    };
-    int64_t at = 0;
-    memcpy(out, all, sizeof all);
-    for (int i = 0; i < DUMP_TENSORS; i++) {
-        out[i].at = at;
-        at += out[i].size * out[i].rows * (out[i].width ? out[i].width : 1);
-    }
+static void dump_path(const dump_job *job, char path[4096]) { // of the next shard
+    snprintf(path, 4096, "%.4000s/features-%05lld.safetensors", job->out, (long long)job->shards);
 }
 
-static void dump_text_pair(FILE *f, const char *key, const char *value) {
-    fprintf(f, ", \"%s\": ", key);
-    cli_json_text(f, value, strlen(value));
+// Bytes of the tensors of n samples of `tokens` tokens; at[i] is where the i-th begins.
+static int64_t dump_places(const dump_job *job, int64_t n, int64_t tokens, int64_t at[5]) {
+    const int64_t h = job->info.hidden;
+    at[0] = 0;
+    at[1] = 8 * (n + 1);
+    at[2] = at[1] + 4 * tokens;
+    at[3] = at[2] + 6 * h * tokens;
+    at[4] = at[3] + 2 * h * tokens;
+    return at[4] + tokens;
 }
 
-// The header, its length included; the tensors' places become those in the file.
-static void dump_header(dump_job *job, const int64_t sums[DUMP_BYTES],
-                        dump_tensor tensors[DUMP_TENSORS], cli_buffer *out) {
-    char *text = NULL, length[8] = {0};
+// The header with its length: the settings, `sums`, the last line, the model's name, then the tensors.
+static void dump_header(const dump_job *job, const int64_t sums[4], cli_buffer *out) {
+    static const char *const names[] = {"starts", "ids", "features", "hidden", "loss_mask"},
+                             *const dtypes[] = {"I64", "I32", "BF16", "BF16", "U8"};
+    const int64_t rows[] = {job->taken + 1, job->tokens, job->tokens, job->tokens, job->tokens},
+                  width[] = {0, 0, 3 * job->info.hidden, job->info.hidden, 0};
+    const char *slash = strrchr(job->args->model, '/'),
+               *model = slash && slash[1] ? slash + 1 : job->args->model;
+    int64_t at[6];
+    char *text = NULL;
     size_t size = 0;
     FILE *f = open_memstream(&text, &size);
-    const char *slash = strrchr(job->args->model, '/');
     if (!f) exit(cli_fail(CLI_FAILED, "out of memory"));
-    fprintf(f, "{\"__metadata__\": {\"format\": \"pt\"");
-    for (int i = 0; i < job->pair_count; i++)
-        dump_text_pair(f, job->pairs[i].key, job->pairs[i].value);
-    dump_text_pair(f, "model", slash && slash[1] ? slash + 1 : job->args->model);
-    for (int i = 0; i < DUMP_BYTES; i++)
-        fprintf(f, ", \"%s\": \"%lld\"", dump_sums[i], (long long)sums[i]);
-    fprintf(f, ", \"last_line\": \"%lld\"}", (long long)job->last_line);
-    for (int i = 0; i < DUMP_TENSORS; i++) {
-        const dump_tensor *t = &tensors[i];
-        int64_t end = t->at + t->size * t->rows * (t->width ? t->width : 1);
-        fprintf(f, ", \"%s\": {\"dtype\": \"%s\", \"shape\": [%lld", t->name, t->dtype,
-                (long long)t->rows);
-        if (t->width) fprintf(f, ", %lld", (long long)t->width);
-        fprintf(f, "], \"data_offsets\": [%lld, %lld]}", (long long)t->at, (long long)end);
-    }
+    at[5] = dump_places(job, job->taken, job->tokens, at);
+    fprintf(f, "{\"__metadata__\": {%s", job->settings);
+    for (int i = 0; i < 4; i++) fprintf(f, ", \"%s\": \"%lld\"", dump_sums[i], (long long)sums[i]);
+    fprintf(f, ", \"last_line\": \"%lld\", \"model\": ", (long long)job->last_line);
+    cli_json_text(f, model, strlen(model));
     fprintf(f, "}");
+    for (int i = 0; i < 5; i++) {
+        fprintf(f, ", \"%s\": {\"dtype\": \"%s\", \"shape\": [%lld", names[i], dtypes[i],
+                (long long)rows[i]);
+        if (width[i]) fprintf(f, ", %lld", (long long)width[i]);
+        fprintf(f, "], \"data_offsets\": [%lld, %lld]}", (long long)at[i], (long long)at[i + 1]);
+    }
+    fprintf(f, "}%*s", (int)(-ftell(f) - 1) & 7, ""); // the data begin at a multiple of 8
     fclose(f);
-    uint64_t padded = (size + 7) / 8 * 8;
-    memcpy(length, &padded, 8);
-    cli_append(out, length, 8);
+    uint64_t length = size;
+    cli_append(out, &length, 8);
     cli_append(out, text, size);
-    while (out->size < padded + 8) cli_append(out, " ", 1);
-    for (int i = 0; i < DUMP_TENSORS; i++) tensors[i].at += (int64_t)out->size;
     free(text);
 }
 
 // Header, starts, ids and mask of the shard; where the others go is noted.
 static int dump_begin_shard(dump_job *job, const char *path) {
-    dump_tensor t[DUMP_TENSORS];
-    int64_t start = 0, sums[DUMP_BYTES] = {job->taken, job->tokens, 0, job->skipped};
+    int64_t at[5], start = 0, sums[4] = {job->taken, job->tokens, 0, job->skipped};
     cli_buffer header = {0}, starts = {0}, ids = {0}, mask = {0};
     for (int64_t i = 0; i < job->taken; i++) {
         const dump_sample *s = job->queue[i];
@@ -477,18 +443,17 @@ static int dump_begin_shard(dump_job *job, const char *path) {
         start += dump_length(s);
     }
     cli_append(&starts, &start, sizeof start);
-    for (size_t i = 0; i < mask.size; i++) sums[DUMP_LOSS] += mask.data[i];
-    dump_layout(job, t);
-    dump_header(job, sums, t, &header);
+    for (size_t i = 0; i < mask.size; i++) sums[2] += mask.data[i];
+    dump_header(job, sums, &header);
+    job->bytes += dump_places(job, job->taken, job->tokens, at) + (int64_t)header.size;
     const cli_buffer *const parts[] = {&header, &starts, &ids, &mask};
-    const int64_t places[] = {0, t[0].at, t[1].at, t[4].at};
+    const int64_t data = (int64_t)header.size, to[] = {0, data, data + at[1], data + at[4]};
     int code = cli_output_open(&job->output, path);
     for (int i = 0; i < 4 && code == CLI_OK; i++)
-        code = cli_output_write(&job->output, places[i], parts[i]->data, parts[i]->size);
-    job->features_at = t[2].at;
-    job->hidden_at = t[3].at;
-    for (int i = 0; i < DUMP_BYTES; i++) job->sums[i] += sums[i];
-    job->sums[DUMP_BYTES] += t[4].at + job->tokens;
+        code = cli_output_write(&job->output, to[i], parts[i]->data, parts[i]->size);
+    for (int i = 0; i < 4; i++) job->sums[i] += sums[i];
+    job->features_at = data + at[2];
+    job->hidden_at = data + at[3];
     cli_free(&header), cli_free(&starts), cli_free(&ids), cli_free(&mask);
     return code;
 }
@@ -542,8 +507,7 @@ static int dump_step(dump_job *job) {
     if (step < 0) return cli_fail(CLI_FAILED, "%s", err.text);
     while (code == CLI_OK && sala_next_event(job->engine, &e)) code = dump_event(job, &e);
     snprintf(what, sizeof what, "%s: %s tokens dumped",
-             job->reading ? "reading" : "writing answers",
-             cli_count(job->sums[DUMP_ALL_TOKENS], done));
+             job->reading ? "reading" : "writing answers", cli_count(job->sums[1], done));
     cli_progress_since(what, (double)job->samples / (double)job->total, job->start);
     return code == CLI_OK && cli_signal ? 128 + (int)cli_signal : code;
 }
@@ -606,8 +570,7 @@ static int dump_gather(dump_job *job) {
 static int dump_shard(dump_job *job) {
     char path[4096];
     sala_error err;
-    snprintf(path, sizeof path, "%.4000s/features-%05lld.safetensors", job->out,
-             (long long)job->shards);
+    dump_path(job, path);
     int code = dump_begin_shard(job, path);
     for (int64_t i = 0; i < job->taken && code == CLI_OK; i++) {
         const dump_sample *s = job->queue[i];
@@ -667,90 +630,83 @@ static uint64_t dump_fingerprint(const dump_job *job) {
     return h;
 }
 
-static void dump_pair_add(dump_job *job, const char *key, const char *format, ...)
-    __attribute__((format(printf, 3, 4)));
-static void dump_pair_add(dump_job *job, const char *key, const char *format, ...) {
-    dump_pair *p = &job->pairs[job->pair_count++];
-    va_list args;
-    va_start(args, format);
-    p->key = key;
-    vsnprintf(p->value, sizeof p->value, format, args);
-    va_end(args);
-}
-
 static void dump_describe(dump_job *job) {
     const sala_info *i = &job->info;
     const int *f = job->engine->options.features;
     const sala_request *r = &job->args->request;
-    dump_pair_add(job, "version", "sala features 1");
-    dump_pair_add(job, "layers", "%d,%d,%d", f[0], f[1], f[2]);
-    dump_pair_add(job, "fingerprint", "%016llx", (unsigned long long)dump_fingerprint(job));
-    dump_pair_add(job, "weights", "%s", i->weight_format);
-    dump_pair_add(job, "prefill", "%s", i->prefill);
-    dump_pair_add(job, "dense_len", "%d", i->dense_len);
-    dump_pair_add(job, "device", "%s", job->engine->on_gpu ? "cuda" : "cpu");
-    dump_pair_add(job, "template", "%s", i->chat_template ? i->chat_template : "none");
-    dump_pair_add(job, "data", "%016llx",
-                  (unsigned long long)cli_hash(CLI_HASH, job->file.data, (size_t)job->file.size));
-    dump_pair_add(job, "max_tokens", "%lld", (long long)job->max_tokens);
-    dump_pair_add(job, "shard_tokens", "%lld", (long long)job->shard_tokens);
-    dump_pair_add(job, "regenerate", "%d", job->regenerate);
-    if (!job->regenerate) return;
-    dump_pair_add(job, "answer_tokens", "%lld", (long long)job->answer_tokens);
-    dump_pair_add(job, "temperature", "%.9g", (double)r->temperature);
-    dump_pair_add(job, "seed", "%llu", (unsigned long long)r->seed);
+    size_t size;
+    FILE *out = open_memstream(&job->settings, &size);
+    if (!out) exit(cli_fail(CLI_FAILED, "out of memory"));
+    fprintf(out, "\"format\": \"pt\", \"version\": \"sala features 1\", ");
+    fprintf(out, "\"layers\": \"%d,%d,%d\", \"fingerprint\": \"%016llx\", ", f[0], f[1], f[2],
+            (unsigned long long)dump_fingerprint(job));
+    fprintf(out, "\"weights\": \"%s\", \"prefill\": \"%s\", \"dense_len\": \"%d\", ",
+            i->weight_format, i->prefill, i->dense_len);
+    fprintf(out, "\"device\": \"%s\", \"template\": \"%s\", \"data\": \"%016llx\", ",
+            job->engine->on_gpu ? "cuda" : "cpu", i->chat_template ? i->chat_template : "none",
+            (unsigned long long)cli_hash(CLI_HASH, job->file.data, (size_t)job->file.size));
+    fprintf(out, "\"max_tokens\": \"%lld\", \"shard_tokens\": \"%lld\", \"regenerate\": \"%d\"",
+            (long long)job->max_tokens, (long long)job->shard_tokens, job->regenerate);
+    if (job->regenerate)
+        fprintf(out, ", \"answer_tokens\": \"%lld\", \"temperature\": \"%.9g\", \"seed\": \"%llu\"",
+                (long long)job->answer_tokens, (double)r->temperature, (unsigned long long)r->seed);
+    fclose(out);
 }
 
-// One shard of an earlier run: as this run would write it, and whole? Returns an exit code.
-static int dump_check_shard(dump_job *job, const char *path, const sala__json *j, int64_t bytes) {
-    int meta = sala__json_get(j, 0, "__metadata__"), mask = sala__json_get(j, 0, "loss_mask");
-    int end = sala__json_at(j, sala__json_get(j, mask, "data_offsets"))->child;
-    char was[64];
-    for (int i = 0; i < job->pair_count; i++) {
-        const dump_pair *p = &job->pairs[i];
-        int node = sala__json_get(j, meta, p->key);
-        if (sala__json_is(j, node, p->value)) continue;
-        return cli_fail(
-            CLI_FAILED,
-            "%s: was made with another %s: %s, not \"%s\": give --out another folder, or "
-            "the options, the model and the data of the first run",
-            path, p->key, sala__json_show(j, node, was), p->value);
+// The first member of both, lists of JSON members, that is not the same: *at is where it begins. Returns its
+// length in a.
+static int dump_differs(const char *a, const char *b, size_t *at) {
+    *at = 0;
+    for (size_t i = 0; a[i] && a[i] == b[i]; i++)
+        if (i > 2 && memcmp(a + i - 3, "\", \"", 4) == 0) *at = i;
+    const char *end = strstr(a + *at, "\", \"");
+    return (int)(end ? end + 1 - (a + *at) : (ptrdiff_t)strlen(a + *at));
+}
+
+// The text of an earlier run's header: was it made as this run would make it, and is it whole?
+static int dump_check_shard(dump_job *job, const char *path, const char *text, int64_t data) {
+    static const char begin[] = "{\"__metadata__\": {",
+                      rest[] = ", \"samples\": \"%lld\", \"tokens\": \"%lld\", \"loss_tokens\": "
+                               "\"%lld\", \"skipped\": \"%lld\", \"last_line\": \"%lld\"";
+    long long n[5] = {0, 0, 0, 0, 0};
+    size_t from, ours = strlen(job->settings);
+    int64_t at[5];
+    int whole = strncmp(text, begin, strlen(begin)) == 0;
+    if (whole) text += strlen(begin);
+    if (whole && strncmp(text, job->settings, ours) != 0) {
+        int other = dump_differs(text, job->settings, &from);
+        int own = dump_differs(job->settings, text, &from);
+        return cli_fail(CLI_FAILED,
+                        "%s was made with %.*s, this run has %.*s: give --out another folder, or "
+                        "the options, the model and the data of the first run",
+                        path, other, text + from, own, job->settings + from);
     }
-    if (end < 0 || sala__json_at(j, j->nodes[end].next)->integer != bytes)
-        return cli_fail(CLI_FAILED, "%s: is damaged: remove it and those that follow it", path);
-    for (int i = 0; i < DUMP_BYTES; i++) {
-        const char *text = sala__json_text(j, sala__json_get(j, meta, dump_sums[i]));
-        job->sums[i] += text ? strtoll(text, NULL, 10) : 0;
-    }
-    const char *text = sala__json_text(j, sala__json_get(j, meta, "last_line"));
-    job->last_line = text ? strtoll(text, NULL, 10) : 0;
+    if (!whole || sscanf(text + ours, rest, &n[0], &n[1], &n[2], &n[3], &n[4]) != 5 || n[0] < 1 ||
+        n[0] > n[1] || n[1] > data || dump_places(job, n[0], n[1], at) != data)
+        return cli_fail(CLI_FAILED, "%s is damaged: remove it and those that follow it", path);
+    for (int i = 0; i < 4; i++) job->sums[i] += n[i];
+    job->last_line = n[4];
     return CLI_OK;
 }
 
-// Returns an exit code, or -1: there is no such shard.
+// Returns an exit code; -1: there is no such shard.
 static int dump_resume_shard(dump_job *job) {
     char path[4096];
-    sala__json j;
     sala__file file;
     sala_error err;
     uint64_t size = 0;
-    snprintf(path, sizeof path, "%.4000s/features-%05lld.safetensors", job->out,
-             (long long)job->shards);
+    cli_buffer text = {0};
+    dump_path(job, path);
     if (access(path, F_OK) != 0) return -1;
     if (sala__map_file(path, &file, &err) < 0) return cli_fail(CLI_FAILED, "%s", err.text);
     if (file.size >= 8) memcpy(&size, file.data, 8);
-    int code = size && size <= (uint64_t)file.size - 8
-                   ? sala__json_parse(&dump_env, path, file.data + 8, (size_t)size, &j, &err)
-                   : sala__fail(&err, SALA_E_FILE, "%s: is no safetensors file", path);
-    if (code < 0)
-        code = cli_fail(CLI_FAILED, "%s", err.text);
-    else {
-        code = dump_check_shard(job, path, &j, file.size - 8 - (int64_t)size);
-        sala__json_free(&j);
-    }
-    job->sums[DUMP_BYTES] += file.size;
-    sala__unmap_file(&file);
+    if (file.size < 8 || size > (uint64_t)file.size - 8) size = 0;
+    cli_append(&text, size ? file.data + 8 : NULL, (size_t)size);
+    int code = dump_check_shard(job, path, text.data, file.size - 8 - (int64_t)size);
+    job->bytes += file.size;
     job->shards += code == CLI_OK;
+    cli_free(&text);
+    sala__unmap_file(&file);
     return code;
 }
 
@@ -787,31 +743,26 @@ static int dump_resume(dump_job *job) {
 
 /* ---- the command ----------------------------------------------------------------------------- */
 
-static void dump_report(const dump_job *job, int64_t tokens) {
-    double seconds = cli_now() - job->start;
+static void dump_report(const dump_job *job, int64_t before) {
+    double seconds = cli_now() - job->start,
+           rate = cli_rate((double)(job->sums[1] - before), seconds);
     char size[32], count[32];
     if (job->args->json) {
         printf("{\"out\": ");
         cli_json_text(stdout, job->out, strlen(job->out));
         printf(", \"shards\": %lld, \"resumed\": %lld", (long long)job->shards,
                (long long)job->resumed);
-        for (int i = 0; i <= DUMP_BYTES; i++)
-            printf(", \"%s\": %lld", dump_sums[i], (long long)job->sums[i]);
-        for (int i = 0; i < job->pair_count; i++)
-            dump_text_pair(stdout, job->pairs[i].key, job->pairs[i].value);
-        printf(", \"seconds\": %.3f, \"tokens_per_second\": %.1f}\n", seconds,
-               cli_rate((double)tokens, seconds));
+        for (int i = 0; i < 4; i++) printf(", \"%s\": %lld", dump_sums[i], (long long)job->sums[i]);
+        printf(", \"bytes\": %lld, \"seconds\": %.3f, \"tokens_per_second\": %.1f, %s}\n",
+               (long long)job->bytes, seconds, rate, job->settings);
     }
-    if (cli_quiet) return;
-    fprintf(stderr,
-            "sala: %lld samples of %s tokens in %lld shards (%lld were there), %s; %.0f t/s",
-            (long long)job->sums[DUMP_SAMPLES], cli_count(job->sums[DUMP_ALL_TOKENS], count),
-            (long long)job->shards, (long long)job->resumed,
-            cli_bytes((double)job->sums[DUMP_BYTES], size), cli_rate((double)tokens, seconds));
-    if (job->sums[DUMP_SKIPPED])
-        fprintf(stderr, "; %lld samples without a token under loss were left out",
-                (long long)job->sums[DUMP_SKIPPED]);
-    fprintf(stderr, "\n");
+    if (!cli_quiet)
+        fprintf(stderr,
+                "sala: %lld samples of %s tokens in %lld shards (%lld were there), %s; %.0f t/s; "
+                "left out, without a token under loss: %lld\n",
+                (long long)job->sums[0], cli_count(job->sums[1], count), (long long)job->shards,
+                (long long)job->resumed, cli_bytes((double)job->bytes, size), rate,
+                (long long)job->sums[3]);
 }
 
 static int dump_all(dump_job *job) {
@@ -825,7 +776,7 @@ static int dump_all(dump_job *job) {
     int code = dump_check_data(job);
     if (code == CLI_OK) dump_describe(job);
     if (code == CLI_OK) code = dump_resume(job);
-    before = job->sums[DUMP_ALL_TOKENS];
+    before = job->sums[1];
     job->start = cli_now();
     while (code == CLI_OK) {
         code = dump_gather(job);
@@ -834,8 +785,8 @@ static int dump_all(dump_job *job) {
         code = dump_shard(job);
     }
     cli_progress_clear();
-    job->sums[DUMP_SKIPPED] += code == CLI_OK ? trailing : 0; // behind the last shard
-    if (code == CLI_OK) dump_report(job, job->sums[DUMP_ALL_TOKENS] - before);
+    job->sums[3] += code == CLI_OK ? trailing : 0; // behind the last shard
+    if (code == CLI_OK) dump_report(job, before);
     if (code > 128)
         cli_fail(0, "interrupted with %lld whole shards; the same command goes on from there",
                  (long long)job->shards);
@@ -851,32 +802,34 @@ static int dump_layers(cli_args *a, const char *text) { // "1,15,28"
 }
 
 static int dump_arguments(cli_args *a, dump_job *job) { // returns 0, or -1: return a->code
+    const struct {
+        int id, of_answers;
+        const char *name;
+        int64_t *value, most;
+    } numbers[] = {
+        {DUMP_MAX, 0, "max-tokens", &job->max_tokens, 1 << 29},
+        {DUMP_LIMIT, 0, "limit", &job->limit, INT64_MAX},
+        {DUMP_SHARD, 0, "shard-tokens", &job->shard_tokens, 1 << 29},
+        {DUMP_ANSWER, 1, "answer-tokens", &job->answer_tokens, 1 << 29},
+        {DUMP_PARALLEL, 1, "parallel", &job->parallel, 255},
+        {DUMP_TEMPERATURE, 1, "temperature", NULL, 0},
+        {DUMP_SEED, 1, "seed", NULL, 0},
+    };
     const char *of_answers = NULL;
     sala_error err;
     int id = 0, code = CLI_OK;
     while (code == CLI_OK && (id = cli_next(a)) > 0) {
-        const char *v = a->value, *name = id == DUMP_SEED ? "seed" : "temperature";
-        switch (id) {
-        case DUMP_DATA: job->data = v; break;
-        case DUMP_OUT: job->out = v; break;
-        case DUMP_LAYERS: code = dump_layers(a, v); break;
-        case DUMP_MAX: code = cli_integer("max-tokens", v, 2, 1 << 29, &job->max_tokens); break;
-        case DUMP_LIMIT: code = cli_integer("limit", v, 1, INT64_MAX, &job->limit); break;
-        case DUMP_SHARD:
-            code = cli_integer("shard-tokens", v, 1, 1 << 29, &job->shard_tokens);
-            break;
-        case DUMP_REGENERATE: job->regenerate = 1; break;
-        case DUMP_ANSWER:
-            of_answers = "answer-tokens";
-            code = cli_integer(of_answers, v, 1, 1 << 29, &job->answer_tokens);
-            break;
-        case DUMP_PARALLEL:
-            of_answers = "parallel";
-            code = cli_integer(of_answers, v, 1, 255, &job->parallel);
-            break;
-        default:
-            of_answers = name;
-            if (sala_set_request(&a->request, name, v, &err) < 0)
+        if (id == DUMP_DATA) job->data = a->value;
+        if (id == DUMP_OUT) job->out = a->value;
+        if (id == DUMP_LAYERS) code = dump_layers(a, a->value);
+        if (id == DUMP_REGENERATE) job->regenerate = 1;
+        for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+            const char *name = numbers[i].name;
+            if (id != numbers[i].id) continue;
+            if (numbers[i].of_answers) of_answers = name;
+            if (numbers[i].value)
+                code = cli_integer(name, a->value, 1, numbers[i].most, numbers[i].value);
+            else if (sala_set_request(&a->request, name, a->value, &err) < 0)
                 code = cli_fail(CLI_USAGE, "--%s", err.text);
         }
     }
@@ -917,6 +870,7 @@ static int sala_dump_features(int argc, char **argv) {
     sala_close(job.engine);
     for (int64_t i = 0; i < job.count; i++) dump_free_sample(job.queue[i]);
     free(job.queue);
+    free(job.settings);
     cli_free(&job.rows);
     sala__unmap_file(&job.file);
     if (job.lock >= 0) close(job.lock);
