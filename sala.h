@@ -350,9 +350,9 @@ typedef struct sala_event {
     int64_t first_position;
     int row_count;
     const float *logits; // [row_count, vocab] f32; NULL where only features are wanted
-    const uint16_t
-        *features; // or NULL; [4, row_count, hidden] BF16: the residual stream behind the
-                   // three layers, then what the head multiplies
+    // Where they are wanted: [4, row_count, hidden] BF16, the residual stream behind the three layers of
+    // sala_options.features, then what the head multiplies.
+    const uint16_t *features;
     // What follows is NULL unless the engine was opened with hidden_states.
     const float *hidden;   // [layers + 2, row_count, hidden] f32: embedding, layers, final norm
     const int32_t *blocks; // [sparse layers, row_count, kv_heads, top_k] ascending; -1: no more,

@@ -303,6 +303,10 @@ static void resumed_and_parallel(void) {
     CHECK(dump(WORK "/r.jsonl", WORK "/r2", base) == CLI_OK &&
               same_folders(WORK "/r1", WORK "/r2") == n,
           "a run with nothing to do");
+    int other = open(WORK "/r1", O_RDONLY);
+    CHECK(flock(other, LOCK_EX) == 0 && dump(WORK "/r.jsonl", WORK "/r1", base) == CLI_OUTPUT,
+          "two runs write there");
+    close(other);
 }
 
 int main(int argc, char **argv) {

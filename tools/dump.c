@@ -69,7 +69,8 @@ static const cli_command dump_command = {
     CLI_ENGINE,
     "  sala dump-features --data chats.jsonl --out features\n"
     "  sala dump-features --data prompts.jsonl --out features --regenerate --temperature 0.7\n"
-    "  sala dump-features -m /models/SALA-NVFP4 --data chats.jsonl --out /data/f --max-tokens 4K\n",
+    "  sala dump-features -m /models/SALA-NVFP4 --data chats.jsonl --out /data/f --max-tokens "
+    "4096\n",
 };
 
 enum { DUMP_TOKENS, DUMP_TEXT, DUMP_MESSAGES, DUMP_PROMPT, DUMP_KINDS };
@@ -230,7 +231,7 @@ static int dump_ask(dump_job *job, dump_sample *s) {
     request.tokens = (const int32_t *)(void *)s->token.data;
     request.token_count = dump_length(s);
     request.max_tokens = room < job->answer_tokens ? room : job->answer_tokens;
-    request.seed = sala_mix64(job->args->request.seed + (uint64_t)s->line); // not the same for all
+    request.seed ^= sala_mix64((uint64_t)s->line); // samples draw different numbers
     s->request = sala_submit(job->engine, &request, &err);
     return s->request < 0 ? cli_fail(CLI_FAILED, "%s: %s", s->where, err.text) : CLI_OK;
 }
@@ -489,9 +490,9 @@ static int dump_event(dump_job *job, const sala_event *e) {
         if (e->type == SALA_EVENT_FINISH) job->reading = 0;
         return e->type == SALA_EVENT_ROWS ? dump_rows(job, e) : CLI_OK;
     }
-    int64_t i = 0;
-    while (job->queue[i]->request != e->request) i++;
-    dump_sample *s = job->queue[i];
+    dump_sample **at = job->queue + job->taken, *s;
+    while ((*at)->request != e->request) at++;
+    s = *at;
     if (e->type == SALA_EVENT_TOKEN) dump_add(s, &e->token, 1, 0, 1);
     if (e->type != SALA_EVENT_FINISH) return CLI_OK;
     s->request = 0;
@@ -504,7 +505,8 @@ static int dump_step(dump_job *job) {
     sala_error err;
     sala_event e;
     int code = CLI_OK, step = sala_step(job->engine, &err);
-    if (step < 0) return cli_fail(CLI_FAILED, "%s", err.text);
+    if (step <= 0)
+        return cli_fail(CLI_FAILED, "%s", step ? err.text : "nothing runs any more: this is a bug");
     while (code == CLI_OK && sala_next_event(job->engine, &e)) code = dump_event(job, &e);
     snprintf(what, sizeof what, "%s: %s tokens dumped",
              job->reading ? "reading" : "writing answers", cli_count(job->sums[1], done));
