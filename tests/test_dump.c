@@ -27,10 +27,10 @@ static void head_input_gives_logits(void) {
         {config_4, "nvfp4-head", "w4a4", 0, 6, 7},
         {config_4, "int4", NULL, -1, 0, 0},
     };
-    enum { N = 150 };
+    enum { N = 70 };
     int32_t tokens[N];
     for (int m = 0; m < 4; m++)
-        for (int hidden = 0; hidden < 2; hidden++) {
+        for (int hidden = 0; hidden < 2 - (m == 1); hidden++) {
             sala_options o = small_options(128, 64);
             o.device = "cpu";
             o.synthetic = models[m].weights != NULL;
@@ -254,7 +254,7 @@ static void write_questions(const char *path, int most) {
 
 // Answers that the model wrote when decoding are what its head says of the rows that were dumped.
 static void regenerated_answers(void) {
-    write_questions(WORK "/q.jsonl", 20);
+    write_questions(WORK "/q.jsonl", 7);
     empty_folder(WORK "/q");
     CHECK(dump(WORK "/q.jsonl", WORK "/q", "--regenerate --answer-tokens 60") == CLI_OK, "failed");
     sala_options o = small_options(64, 0);
@@ -269,7 +269,7 @@ static void regenerated_answers(void) {
         same += sala__sampler_argmax(logits + t * 2048, 2048) == f.ids[t + 1];
     }
     printf("      the head's choice is the token of the answer at %d of %d\n", same, judged);
-    CHECK(judged > 300 && f.samples == 21, "%d positions of %lld samples", judged,
+    CHECK(judged > 150 && f.samples == 8, "%d positions of %lld samples", judged,
           (long long)f.samples);
     CHECK(same >= 0.995 * judged, "%d of %d", same, judged);
     free(logits), cli_free(&f.file), sala_close(s);
@@ -278,11 +278,11 @@ static void regenerated_answers(void) {
 // Nothing but the options that are noted changes a byte; a killed run goes on to the same bytes.
 static void resumed_and_parallel(void) {
     const char base[] =
-        "--regenerate --answer-tokens 16 --temperature 0.9 --seed 5 --max-tokens 90 "
-        "--shard-tokens 160";
+        "--regenerate --answer-tokens 8 --temperature 0.9 --seed 5 --max-tokens 60 "
+        "--shard-tokens 64";
     char more[256];
     int status = 0, n;
-    write_questions(WORK "/r.jsonl", 24);
+    write_questions(WORK "/r.jsonl", 9);
     empty_folder(WORK "/r1"), empty_folder(WORK "/r2");
     CHECK(dump(WORK "/r.jsonl", WORK "/r1", base) == CLI_OK, "failed");
     snprintf(more, sizeof more, "%s --parallel 3 --chunk 64 --threads 1 --spec off", base);
