@@ -277,9 +277,8 @@ static void regenerated_answers(void) {
 
 // Nothing but the options that are noted changes a byte; a killed run goes on to the same bytes.
 static void resumed_and_parallel(void) {
-    const char base[] =
-        "--regenerate --answer-tokens 8 --temperature 0.9 --seed 5 --max-tokens 60 "
-        "--shard-tokens 64";
+    const char base[] = "--regenerate --answer-tokens 8 --temperature 0.9 --seed 5 --max-tokens 60 "
+                        "--shard-tokens 64";
     char more[256];
     int status = 0, n;
     write_questions(WORK "/r.jsonl", 9);

@@ -514,33 +514,27 @@ static int dump_step(dump_job *job) {
     return code == CLI_OK && cli_signal ? 128 + (int)cli_signal : code;
 }
 
-// A sample whose tokens are known: cut, or refused. Returns an exit code.
-static int dump_fit(dump_job *job, dump_sample *s) {
-    sala__json_free(&s->json);
-    if (dump_length(s) <= job->most) return CLI_OK;
-    if (!job->max_tokens)
-        return cli_fail(CLI_FAILED,
-                        "%s: %lld tokens do not fit the context of %lld: raise --context, or let "
-                        "--max-tokens cut them",
-                        s->where, (long long)dump_length(s), (long long)job->info.context);
-    s->mask.size = (size_t)job->most;
-    s->token.size = (size_t)job->most * sizeof(int32_t);
-    return CLI_OK;
-}
-
-// Take the next sample into the shard, or leave it out: nothing of it is under the loss. Returns 0, 1 if it
-// does not go into this shard any more, or -1: return *code.
+// The next sample, whose tokens are known: take it into the shard, cut if need be, or leave it out where
+// nothing of it is under the loss. Returns 1 if no more go into this shard.
 static int dump_take(dump_job *job, int *code) {
     dump_sample *s = job->queue[job->taken];
-    if ((*code = dump_fit(job, s)) != CLI_OK) return -1;
-    int loss = memchr(s->mask.data, 1, s->mask.size) != NULL;
-    if (loss && job->taken && job->tokens + dump_length(s) > job->shard_tokens) return 1;
-    job->last_line = s->line;
-    if (loss) {
-        job->tokens += dump_length(s);
-        job->taken++;
-        return 0;
+    int64_t n = dump_length(s) < job->most ? dump_length(s) : job->most;
+    sala__json_free(&s->json);
+    if (n < dump_length(s) && !job->max_tokens) {
+        *code = cli_fail(CLI_FAILED,
+                         "%s: %lld tokens do not fit the context of %lld: raise --context, or let "
+                         "--max-tokens cut them",
+                         s->where, (long long)dump_length(s), (long long)job->info.context);
+        return 1;
     }
+    s->mask.size = (size_t)n;
+    s->token.size = (size_t)n * sizeof(int32_t);
+    int loss = memchr(s->mask.data, 1, s->mask.size) != NULL;
+    if (loss && job->taken && job->tokens + n > job->shard_tokens) return 1;
+    job->last_line = s->line;
+    job->taken += loss;
+    job->tokens += loss ? n : 0;
+    if (loss) return 0;
     job->skipped++;
     job->count--;
     memmove(job->queue + job->taken, job->queue + job->taken + 1,
@@ -758,13 +752,12 @@ static void dump_report(const dump_job *job, int64_t before) {
         printf(", \"bytes\": %lld, \"seconds\": %.3f, \"tokens_per_second\": %.1f, %s}\n",
                (long long)job->bytes, seconds, rate, job->settings);
     }
-    if (!cli_quiet)
-        fprintf(stderr,
-                "sala: %lld samples of %s tokens in %lld shards (%lld were there), %s; %.0f t/s; "
-                "left out, without a token under loss: %lld\n",
-                (long long)job->sums[0], cli_count(job->sums[1], count), (long long)job->shards,
-                (long long)job->resumed, cli_bytes((double)job->bytes, size), rate,
-                (long long)job->sums[3]);
+    if (cli_quiet) return;
+    fprintf(stderr, "sala: %lld samples (%lld without loss left out) of %s tokens in %lld shards ",
+            (long long)job->sums[0], (long long)job->sums[3], cli_count(job->sums[1], count),
+            (long long)job->shards);
+    fprintf(stderr, "(%lld were there), %s; %.0f t/s\n", (long long)job->resumed,
+            cli_bytes((double)job->bytes, size), rate);
 }
 
 static int dump_all(dump_job *job) {
