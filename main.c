@@ -1,4 +1,5 @@
-/*  main.c - the command line of sala: run, chat, info here; logits, eval and bench in tools/.
+/*  main.c - the command line of sala: run, chat, info here; logits, eval, bench and dump-features in
+    tools/.
 
     cc -std=gnu11 -O3 -march=native main.c -o sala -lm -lpthread
 
@@ -12,6 +13,7 @@
 #include "tools/logits.c"
 #include "tools/eval.c"
 #include "tools/bench.c"
+#include "tools/dump.c"
 #include "tools/compare.c"
 #include "tools/show_tree.c"
 
@@ -853,13 +855,14 @@ static const struct {
     {"logits", sala_logits, "logits of every position of a token sequence, as a file"},
     {"eval", sala_eval, "score answers to a set of questions; perplexity of a text"},
     {"bench", sala_bench, "speed: prefill, decode, many requests"},
+    {"dump-features", sala_dump_features, "what a draft head is trained with, as safetensors"},
 };
 
 static void print_overview(FILE *f) {
     fprintf(f, "sala %s runs MiniCPM-SALA models.\n\nusage: sala COMMAND [options]\n\n",
             sala_version());
     for (size_t i = 0; i < sizeof commands / sizeof *commands; i++)
-        fprintf(f, "  %-8s %s\n", commands[i].name, commands[i].what);
+        fprintf(f, "  %-13s %s\n", commands[i].name, commands[i].what);
     fprintf(
         f,
         "\n`sala help COMMAND` shows its options; `sala --version` prints the version.\n\n"

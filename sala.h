@@ -142,7 +142,10 @@ typedef struct sala_options {
                        // SALA_DENSE_NEVER: sparse from the first token
     int logits_rows;   // rows a SALA_EVENT_ROWS event can hold (0: such requests are refused)
     int hidden_states; // 1: those events also hold hidden states and selected blocks
-    int synthetic;     // 1: `path` is a config.json; weights are made by a hash, no tokenizer
+    // Three rising layers whose outputs such an event can hold, beside what the head reads: what an
+    // EAGLE-3 head is trained with. -1 first: those of the draft head, or else of a head that names none.
+    int features[3];
+    int synthetic; // 1: `path` is a config.json; weights are made by a hash, no tokenizer
     uint64_t synthetic_seed;
     // Of a synthetic model: "bf16" (default), "nvfp4", "int4": the linear layers; "nvfp4-head": those
     // and the head.
@@ -257,14 +260,21 @@ typedef struct sala_request {
     // them do not end it.
     const int32_t *force; // [force_count]
     int64_t force_count;
-    // Tools and tests: what SALA_EVENT_ROWS events report. Needs sala_options.logits_rows.
+    // Tools and tests: what SALA_EVENT_ROWS events report. Logits need sala_options.logits_rows,
+    // SALA_ROWS_FEATURES, of the prompt and with or without its logits, sala_options.features.
     int want_rows;        // SALA_ROWS_*
     int want_trees;       // 1: a SALA_EVENT_TREE for each verify
     const int32_t *guess; // [guess_count] for sala_options.spec_test: what the output will be
     int64_t guess_count;
 } sala_request;
 
-enum { SALA_ROWS_NONE = 0, SALA_ROWS_PROMPT = 1, SALA_ROWS_GENERATED = 2, SALA_ROWS_ALL = 3 };
+enum {
+    SALA_ROWS_NONE = 0,
+    SALA_ROWS_PROMPT = 1,
+    SALA_ROWS_GENERATED = 2,
+    SALA_ROWS_ALL = 3,
+    SALA_ROWS_FEATURES = 4
+};
 
 // Set one request field by name ("temperature", "top-p" ...) from text. As sala_set_option.
 SALA_API int sala_set_request(sala_request *request, const char *name, const char *value,
@@ -375,7 +385,10 @@ typedef struct sala_event {
     // rows: positions first_position .. first_position + row_count - 1
     int64_t first_position;
     int row_count;
-    const float *logits; // [row_count, vocab] f32
+    const float *logits; // [row_count, vocab] f32; NULL where only features are wanted
+    // Where they are wanted: [4, row_count, hidden] BF16, the residual stream behind the three layers of
+    // sala_options.features, then what the head multiplies.
+    const uint16_t *features;
     // What follows is NULL unless the engine was opened with hidden_states.
     const float *hidden;   // [layers + 2, row_count, hidden] f32: embedding, layers, final norm
     const int32_t *blocks; // [sparse layers, row_count, kv_heads, top_k] ascending; -1: no more,
@@ -1843,13 +1856,21 @@ static void sala__draft_refusals(sala__fields *f) {
     sala__field_fixed(f, "num_hidden_layers", 1, "1: heads of more layers are not supported");
 }
 
+// Those whose outputs a head reads that does not say it.
+static void sala__draft_layers(int32_t layers, int64_t *ids) {
+    ids[0] = 1;
+    ids[1] = layers / 2 - 1;
+    ids[2] = layers - 4;
+}
+
 // Which layers' outputs it reads, of `layers`. Some files have the numbers of the layers that read
 // those: they begin with 2 where the others begin with 1. What begins otherwise may be either.
 static void sala__draft_aux(sala__fields *f, const sala__env *env, int32_t layers, int32_t *aux) {
     static const char *const names[] = {"eagle_aux_hidden_state_layer_ids", "sala_output_layers"};
     const sala__json *j = f->json;
     const int own = !sala__field_null(f, names[1]), list = sala__field(f, names[own]);
-    int64_t ids[3] = {1, layers / 2 - 1, layers - 4};
+    int64_t ids[3];
+    sala__draft_layers(layers, ids);
     if (sala__field_null(f, names[own]))
         sala__log(env, SALA_LOG_INFO, "%s: %s is not given: taken as [1, %d, %d]", f->where,
                   names[0], (int)ids[1], (int)ids[2]);
@@ -4577,7 +4598,7 @@ static const sala__setting sala__request_table[] = {
     {"ignore-eos", SALA__SET_FLAG, 0, SALA__FIELD(ignore_eos), 0, 1, NULL},
     {"logprobs", SALA__SET_INT, 0, SALA__FIELD(logprobs), 0, 20, NULL},
     {"special-text", SALA__SET_FLAG, 0, SALA__FIELD(special_text), 0, 1, NULL},
-    {"want-rows", SALA__SET_INT, 0, SALA__FIELD(want_rows), 0, 3, NULL},
+    {"want-rows", SALA__SET_INT, 0, SALA__FIELD(want_rows), 0, 7, NULL},
     {"want-trees", SALA__SET_FLAG, 0, SALA__FIELD(want_trees), 0, 1, NULL},
 };
 #define SALA__ROWS(table) ((int)(sizeof(table) / sizeof(table)[0]))
@@ -9469,6 +9490,7 @@ typedef struct sala__pass {
     int32_t logits_first, logits_rows;
     float *logits;   // [logits_rows, vocab]
     int show_logits; // GPU, prefill: bring all of them to the host
+    int features;    // prefill: its rows' features to s->features
     int bucket;      // rows that the linear operations run with: at least rows.count
     int captures;    // prefill: the draft head wants the features of its rows
     // Prefill: behind so many rows the states are copied to these snapshots.
@@ -9547,6 +9569,7 @@ struct sala {
     float *verify_logits;      // [node_rows, vocab]
     float *prefill_hidden,
         *verify_hidden; // [layers + 2, rows, hidden], [rows, layers + 2, hidden] or NULL
+    sala_act *features; // [4, rows, hidden] on the host, see sala_event; or NULL
     int32_t *prefill_blocks,
         *verify_blocks;    // [sparse, rows, kv_heads, top_k], [rows, sparse, ...] or NULL
     char *sample_scratch;  // [threads, sala__sampler_scratch]
@@ -9734,6 +9757,7 @@ static int sala__buffers(sala *s, sala__buffer *b) {
     size_t shown = (size_t)p->logits_rows, lin = (size_t)m->lin_kv_heads * (size_t)m->lin_dim;
     size_t show_hidden = s->options.hidden_states ? (size_t)(m->layers + 2) * hidden : 0;
     size_t show_blocks = s->options.hidden_states ? sparse * lists : 0;
+    size_t show_features = s->options.features[2] > 0 ? 4 * rows * hidden : 0;
     size_t select_parts = (blocks + SALA_SELECT_PART - 1) / SALA_SELECT_PART;
     size_t attend_rows = nodes * (size_t)p->attend_parts * heads; // these are of verify alone
     size_t attend_o = attend_rows * (size_t)m->head_dim;          // and of the draft head, in turn
@@ -9794,6 +9818,7 @@ static int sala__buffers(sala *s, sala__buffer *b) {
         {(void **)&s->verify_logits, nodes * vocab, 4, SALA__HOST, "logits"},
         {(void **)&s->prefill_hidden, shown * show_hidden, 4, SALA__HOST, "hidden states"},
         {(void **)&s->verify_hidden, nodes * show_hidden, 4, SALA__HOST, "hidden states"},
+        {(void **)&s->features, show_features, act, SALA__CPU, "features"},
         {(void **)&s->prefill_blocks, shown * show_blocks, 4, SALA__HOST, "selected blocks"},
         {(void **)&s->verify_blocks, nodes * show_blocks, 4, SALA__HOST, "selected blocks"},
         {(void **)&s->sample_scratch, (size_t)s->options.threads * sala__sampler_scratch(m->vocab),
@@ -10177,9 +10202,27 @@ static int sala__read_draft(sala *s, sala_error *err) {
     return sala__draft_bind(&s->env, &s->draft_checkpoint, c, &s->config, &s->weights, w, err);
 }
 
+// The layers whose outputs requests can see, see sala_options.features.
+static int sala__read_features(sala *s, sala_error *err) {
+    int *f = s->options.features, own = f[0] < 0, layers = s->config.dims.layers;
+    int64_t ids[3];
+    if (!f[0] && !f[1] && !f[2]) return 0;
+    sala__draft_layers(layers, ids);
+    for (int i = 0; i < 3 && own; i++) f[i] = s->has_draft ? s->draft_config.aux[i] : (int)ids[i];
+    if (f[0] < 0 || f[1] <= f[0] || f[2] <= f[1] || f[2] >= layers)
+        return sala__fail(
+            err, SALA_E_ARGUMENT,
+            "features of the layers %d, %d, %d: they must be three rising ones of the "
+            "%d that the model has, counted from 0",
+            f[0], f[1], f[2], layers);
+    if (sizeof(sala_act) == 2) return 0;
+    return sala__fail(err, SALA_E_ARGUMENT, "features need activations in BF16, not in FP32");
+}
+
 static int sala__read_files(sala *s, const char *path, int tokenizer, sala_error *err) {
     int code = sala__read_target(s, path, tokenizer, err);
-    return code < 0 ? code : sala__read_draft(s, err);
+    if (code == 0) code = sala__read_draft(s, err);
+    return code < 0 ? code : sala__read_features(s, err);
 }
 
 static void sala__frequencies(float theta, int dim, float *out) { // out: [dim / 2]
@@ -10333,6 +10376,11 @@ static int sala__allocate(sala *s, sala_error *err) {
                                   "choices", &out, err);
         s->result = (int32_t *)(code < 0 ? NULL : out);
         if (code < 0) return code;
+        size_t features = (size_t)(s->options.features[2] > 0) * 4 * (size_t)s->plan.rows *
+                          (size_t)s->config.dims.hidden * sizeof(sala_act);
+        if (features) code = sala__cuda_alloc_host(&s->gpu.cuda, features, "features", &out, err);
+        s->features = (sala_act *)(code < 0 || !features ? NULL : out);
+        if (code < 0) return code;
     } else {
         s->result = s->chosen;
     }
@@ -10475,6 +10523,7 @@ static void sala__stop(sala *s) {
         sala__draft_close(s);
         sala__cuda_release_host(&s->gpu.cuda, s->step);
         sala__cuda_release_host(&s->gpu.cuda, s->result);
+        sala__cuda_release_host(&s->gpu.cuda, s->features);
         sala__cuda_leave(&s->gpu.cuda);
     }
     if (s->cpu_open) sala__cpu_close(&s->cpu);
@@ -11912,10 +11961,13 @@ static int sala__request_fits(sala *s, const sala__request *r, const sala_reques
                           (long long)(stored + r->token_count),
                           q ? " with the sequence so far" : "", (long long)r->max_tokens,
                           (long long)s->options.context);
-    if (ask->want_rows && s->options.logits_rows < SALA_TILE)
+    if ((ask->want_rows & SALA_ROWS_ALL) && s->options.logits_rows < SALA_TILE)
         return sala__fail(err, SALA_E_ARGUMENT,
                           "want_rows needs an engine opened with logits-rows of at least %d",
                           SALA_TILE);
+    if ((ask->want_rows & SALA_ROWS_FEATURES) && !s->features)
+        return sala__fail(err, SALA_E_ARGUMENT,
+                          "want_rows: SALA_ROWS_FEATURES needs an engine opened with features");
     if (ask->text == NULL && r->stop_count && !s->has_tokenizer)
         return sala__fail(err, SALA_E_STATE,
                           "this model has no tokenizer.json: stop strings cannot be matched");
@@ -12030,6 +12082,21 @@ static void sala__show_hidden(sala *s, const sala__pass *p, int state, const sal
     for (int r = 0; r < p->rows.count; r++)
         sala__load_row(p->hidden + (size_t)state * p->hidden_l + (size_t)r * p->hidden_r,
                        x + (size_t)r * (size_t)width, width);
+}
+
+// Behind layer l of a prefill: its output to the host, if that is wanted; behind the last of all norms,
+// as layer `layers`, what the head reads.
+static void sala__show_features(sala *s, const sala__pass *p, int l, const sala_act *x) {
+    size_t count = (size_t)p->rows.count * (size_t)s->config.dims.hidden, bytes = count * sizeof *x;
+    sala_error *e = &s->gpu.error;
+    for (int i = 0; i < 4 && p->features; i++) {
+        sala_act *to = s->features + (size_t)i * count;
+        if (l != (i < 3 ? s->options.features[i] : s->config.dims.layers)) continue;
+        if (!s->on_gpu)
+            memcpy(to, x, bytes);
+        else if (!e->code)
+            sala__cuda_download(&s->gpu.cuda, to, sala__on_gpu(x), bytes, e);
+    }
 }
 
 static void sala__show_blocks(sala *s, const sala__pass *p, int sparse_layer) {
@@ -12321,6 +12388,7 @@ static void sala__run_layer(sala *s, sala__pass *p, int l, int index) {
     sala__to_residual(s, p, w->sparse ? s->o : s->q, NULL, &w->o, &norm);
     sala__mlp(s, p, w, l == s->config.dims.layers - 1);
     sala__draft_capture(s, p, l);
+    sala__show_features(s, p, l, s->x);
     sala__show_hidden(s, p, l + 1, s->x);
 }
 
@@ -12351,6 +12419,7 @@ static void sala__forward(sala *s, sala__pass *p) {
         sala__norm_args(s, p->bucket, &weights->final_norm, m->logit_divisor, &norm);
         sala__op(s, SALA__OP_norm, &norm);
     }
+    sala__show_features(s, p, m->layers, s->y);
     if (p->logits_rows) sala__head(s, p, &weights->head);
 }
 
@@ -12700,7 +12769,8 @@ static sala__prefix *sala__prefix_find(const sala *s, const sala__request *r, in
 }
 
 static int sala__prefix_wanted(const sala *s, const sala__request *r) {
-    return s->plan.snapshots && !(r->want_rows & SALA_ROWS_PROMPT); // those are to be computed
+    const int rows = SALA_ROWS_PROMPT | SALA_ROWS_FEATURES; // these are to be computed
+    return s->plan.snapshots && !(r->want_rows & rows);
 }
 
 // The prefix that a waiting request would begin with; looked for again when others are there.
@@ -13045,7 +13115,9 @@ static int sala__rows_event(sala *s, const sala__request *r, const sala__pass *p
     e->sequence = r->sequence;
     e->first_position = position;
     e->row_count = count;
-    e->logits = p->logits + (size_t)(row - p->logits_first) * (size_t)s->config.dims.vocab;
+    if (p->rows.verify || (r->want_rows & SALA_ROWS_PROMPT))
+        e->logits = p->logits + (size_t)(row - p->logits_first) * (size_t)s->config.dims.vocab;
+    e->features = p->features ? (const uint16_t *)(const void *)s->features : NULL;
     e->hidden = p->hidden ? p->hidden + (size_t)row * p->hidden_r : NULL;
     e->blocks = p->blocks ? p->blocks + (size_t)row * p->blocks_r : NULL;
     return 0;
@@ -13090,6 +13162,7 @@ static int sala__prefill_chunk(sala *s, sala__request *r, int budget, sala_error
     p.show_logits = shows || (last && r->logprobs);
     int32_t end = start + (int32_t)left;
     p.captures = sala__draft_wants(s, r->slot, start, count, end);
+    p.features = (r->want_rows & SALA_ROWS_FEATURES) != 0;
     if (shows) sala__prefill_shows(s, count, &p);
     sala__prefix_leave(s, r, start, count, &p);
     if (s->on_gpu && last) sala__send_counts(s, r);
@@ -13105,7 +13178,7 @@ static int sala__prefill_chunk(sala *s, sala__request *r, int budget, sala_error
     if (!e) return SALA_E_MEMORY;
     e->done = r->prefilled;
     e->total = r->token_count;
-    if (shows) code = sala__rows_event(s, r, &p, start, 0, count, err);
+    if (shows || p.features) code = sala__rows_event(s, r, &p, start, 0, count, err);
     if (code == 0 && last) {
         sala__choice c;
         r->state = SALA__DECODE;
@@ -13127,8 +13200,8 @@ static int sala__prefill(sala *s, sala_error *err) {
             if (done < 0) return done;
             budget -= sala__round_up(done, SALA_TILE);
             if (r->state == SALA__DECODE && budget > 512) budget = 512; // it generates from now on
-            if (r->want_rows & SALA_ROWS_PROMPT)
-                return 0; // its event points into the logits of this pass
+            if (r->want_rows & (SALA_ROWS_PROMPT | SALA_ROWS_FEATURES))
+                return 0; // its event points into what this pass shows
         }
     }
     return 0;

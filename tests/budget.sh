@@ -16,4 +16,5 @@ check kernels.h 1150
 check main.c 910
 check tools/quantize.c 1400
 check tools/gptq.h 450
+check tools/dump.c 880
 exit $status

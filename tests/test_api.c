@@ -231,7 +231,7 @@ static void test_request_errors(void) {
     BAD(r.min_p = 2, SALA_E_ARGUMENT, "min-p");
     BAD(r.repetition_penalty = -1, SALA_E_ARGUMENT, "repetition-penalty");
     BAD(r.logprobs = 21, SALA_E_ARGUMENT, "logprobs");
-    BAD(r.want_rows = 4, SALA_E_ARGUMENT, "want-rows");
+    BAD(r.want_rows = 8, SALA_E_ARGUMENT, "want-rows");
     BAD(r.keep = 2, SALA_E_ARGUMENT, "keep");
     BAD(r.sequence = 77, SALA_E_ARGUMENT, "77");
     BAD(r.sequence = -1, SALA_E_ARGUMENT, "sequence");

@@ -134,7 +134,7 @@ long_run="run -q -p Once --ignore-eos -n 30000"
 t_help() {
     exits 0 help && prints 'SALA_MODEL' && prints 'Exit codes' && exits 0 --help &&
         prints 'usage' &&
-        for c in run chat info logits eval bench; do
+        for c in run chat info logits eval bench dump-features; do
             exits 0 help $c && prints "usage: sala $c" && prints 'Examples' &&
             exits 0 $c --help || return 1
         done
@@ -766,6 +766,94 @@ t_session_chat() { # saved and taken up again, a conversation is one
         exits 0 chat -q --session "$work/new" && [ ! -e "$work/new" ] && cp "$work/s" "$work/bad" && echo x >>"$work/bad" &&
         exits 1 chat -q --session "$work/bad" && says 'cut short or altered' && cp "$work/bad" "$work/same" &&
         cmp "$work/bad" "$work/same" && chat '/quit\n' "-q --session $work/s --system Other" && [ -s "$work/s" ]
+}
+
+# ---- dump-features ----
+
+t_dump() {
+    printf '%s\n' '{"text": "Once upon a time."}' '' '{"prompt": "The bear said:", "answer": " yes"}' \
+        '{"tokens": [5, 6], "loss_mask": [0, 0]}' >"$work/d" &&
+        exits 0 dump-features -q --data "$work/d" --out "$work/f" --json && is_json "$work/out" && lines 0 "$work/err" &&
+        prints '"shards": 1, "resumed": 0, "samples": 2, ' && prints '"skipped": 1, ' &&
+        [ "$(field bytes)" -eq "$(wc -c <"$work/f/features-00000.safetensors")" ] &&
+        exits 0 dump-features --data "$work/d" --out "$work/f" && silent && says '2 samples (1 without loss left out) of .* in 1 shards (1 were there)' &&
+        exits 1 dump-features -q --data "$work/d" --out "$work/f" --layers 1,2,3 && silent &&
+        says 'was made with "layers": "1,3,4", this run has "layers": "1,2,3": give' &&
+        exits 1 dump-features -q --data "$work/d" --out "$work/f" --dense-len 0 && says '"dense_len": "512"' &&
+        head -n 1 "$work/d" >"$work/e" && exits 1 dump-features -q --data "$work/e" --out "$work/f" && says 'with "data"' &&
+        cp -r $tiny "$work/tiny" && sed -i 's/"eos_token_id": 2046/"eos_token_id": 2/; s/"rope_theta": 10000.0/"rope_theta": 10001.0/' \
+            "$work/tiny/config.json" && exits 1 dump-features -q -m "$work/tiny" --data "$work/d" --out "$work/f" &&
+        says 'with "fingerprint"' &&
+        head -c 9000 "$work/f/features-00000.safetensors" >"$work/cut" && cp "$work/cut" "$work/f/features-00000.safetensors" &&
+        exits 1 dump-features -q --data "$work/d" --out "$work/f" && says 'is damaged' &&
+        mv "$work/f/features-00000.safetensors" "$work/f/features-00001.safetensors" &&
+        exits 1 dump-features -q --data "$work/d" --out "$work/f" && says 'features-00000 is missing'
+}
+t_dump_usage() {
+    exits 2 dump-features --data x && says 'needs --data FILE and --out DIR' && exits 2 dump-features --out x &&
+        exits 2 dump-features --data x --out x --layers 3,2,1 && says 'three rising layers' &&
+        exits 2 dump-features --data x --out x --layers 1,2,3x && exits 2 dump-features --data x --out x --seed 1 &&
+        says 'seed belongs to --regenerate' && exits 2 dump-features --data x --out x --limit 0 &&
+        exits 2 dump-features --data x --out x --regenerate --temperature -1 && silent &&
+        exits 1 dump-features -q --data "$work/none" --out "$work/f" && says "$work/none: cannot open" &&
+        echo '{"text": "a"}' >"$work/d" && exits 1 dump-features -q --data "$work/d" --out "$work/f" --layers 1,2,8 &&
+        says 'three rising ones of the 8' &&
+        exits 2 dump-features -q --data "$work/d" --out "$work/f" --max-tokens 50 --context 50 && says 'context of 51' &&
+        exits 3 dump-features -q --data "$work/d" --out "$work/none/f" && says 'cannot make the folder' &&
+        exits 3 dump-features -q --data "$work/d" --out "$work/d" && says 'cannot open' && silent
+}
+t_dump_hostile() { # each line is refused by its number, before anything is written
+    n=0
+    while read -r line; do
+        n=$((n + 1))
+        printf '{"text": "fine"}\n\n%s\n' "${line%%@*}" >"$work/d"
+        exits 1 dump-features -q --data "$work/d" --out "$work/f" ${line##*@} && silent &&
+            says "sala: $work/d:3: " && [ ! -e "$work/f" ] || { echo "line $n: $line"; return 1; }
+    done <<'END'
+{"text": "broken@
+{"text": ""}@
+{"text": 5}@
+{"text": "a", "tokens": [1]}@
+{"answer": "a"}@
+[1, 2]@
+{"tokens": []}@
+{"tokens": [1, 2, 2048]}@
+{"tokens": [1, -1]}@
+{"tokens": [1, 1.5]}@
+{"tokens": [1, "2"]}@
+{"tokens": [1, 2], "loss_mask": [1]}@
+{"tokens": [1, 2], "loss_mask": 1}@
+{"tokens": [1, 2], "loss_mask": [1, 2]}@
+{"tokens": [1, 2], "loss_mask": [1, "1"]}@
+{"prompt": "a"}@
+{"prompt": "a", "answer": 1}@
+{"messages": []}@
+{"messages": {"role": "user"}}@
+{"messages": ["user"]}@
+{"messages": [{"role": "user", "content": "a"}]}@
+{"messages": [{"role": "robot", "content": "a"}, {"role": "assistant", "content": "b"}]}@
+{"messages": [{"role": "user"}, {"role": "assistant", "content": "b"}]}@
+END
+    printf '{"text": "%s"}\n' "$(seq -s ' ' 99)" >"$work/d" && exits 1 dump-features -q --data "$work/d" --out "$work/f" --context 64 &&
+        says 'd:1: [0-9]* tokens do not fit the context of 64' &&
+        exits 0 dump-features -q --data "$work/d" --out "$work/f" --max-tokens 64 --json && prints '"tokens": 64,' &&
+        echo '{"messages": [{"role": "assistant", "content": "a"}]}' >"$work/d" &&
+        exits 1 dump-features -q --data "$work/d" --out "$work/g" --regenerate && says 'd:1: .*behind a question' &&
+        echo '{"prompt": "a b c d"}' >"$work/d" &&
+        exits 1 dump-features -q --data "$work/d" --out "$work/g" --regenerate --context 64 && says 'an answer of 1024 do not fit' &&
+        exits 0 dump-features -q --data "$work/d" --out "$work/g" --regenerate --max-tokens 20 --json && prints '"tokens": 20,' &&
+        : >"$work/d" && exits 1 dump-features -q --data "$work/d" --out "$work/g" && says 'there is no sample'
+}
+t_dump_interrupted() { # whole shards stay, and a full disk is one error
+    for i in $(seq 600); do echo '{"text": "Once upon a time there was a brave fox named Pip. '"$i"'"}'; done >"$work/d"
+    "$sala" dump-features -q --data "$work/d" --out "$work/f" --shard-tokens 200 >"$work/out" 2>"$work/err" &
+    pid=$!
+    until_true [ -e "$work/f/features-00001.safetensors" ] && kill -INT $pid && ended $pid 130 && silent &&
+        says 'interrupted with [0-9]* whole shards' && [ -z "$(ls "$work/f" | grep -v '^features-[0-9]*[.]safetensors$')" ] &&
+        exits 0 dump-features -q --data "$work/d" --out "$work/f" --shard-tokens 200 --json && prints '"samples": 600, ' &&
+        ! prints '"resumed": 0, ' >/dev/null || return 1
+    (trap '' XFSZ && ulimit -f 20 && exec "$sala" dump-features -q --data "$work/d" --out "$work/g") >"$work/out" 2>"$work/err"
+    [ $? -eq 3 ] && silent && says 'g/features-00000.safetensors: cannot write: ' && lines 1 "$work/err" && [ -z "$(ls "$work/g")" ]
 }
 
 # ---- all of them ----

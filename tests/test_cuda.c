@@ -7,6 +7,7 @@
 #include "device.h"
 #include "model.h"
 #include "plant.h"
+#include "features.h"
 #include "quant_files.h"
 #include <dirent.h>
 
@@ -687,6 +688,32 @@ static void test_draft_head(void) {
     rmdir(folder);
 }
 
+// What an EAGLE-3 head is trained with: as a head of this device captures it, near the CPU's, and what the model's
+// head reads gives the logits.
+static void test_features(void) {
+    enum { N = 80 };
+    int32_t tokens[N];
+    check_seed = 5;
+    random_tokens(tokens, N, 2048);
+    features_files();
+    shown c = shown_by("cpu", "nvfp4", tokens, N), g = shown_by(cuda_name(), "nvfp4", tokens, N);
+    sala_options o = small_options(64, 0);
+    o.synthetic = 1, o.device = "cpu", o.weights = "nvfp4";
+    sala *s = open_model(config_4, &o, 0, 0, 0);
+    float *made = multiply(s, g.rows[3], N);
+    double d = relative(made, g.logits, (size_t)N * 2048);
+    CHECK(d < 1e-4, "what the head read gives other logits: %g", d);
+    for (int i = 0; i < 4; i++) {
+        float *x = (float *)need(malloc(2 * N * 256 * sizeof(float))), *y = x + N * 256;
+        for (int k = 0; k < N * 256; k++)
+            x[k] = sala_bf16_f32(g.rows[i][k]), y[k] = sala_bf16_f32(c.rows[i][k]);
+        d = relative(x, y, N * 256);
+        CHECK(d < 0.05, "plane %d is not the CPU's: %g", i, d);
+        free(x);
+    }
+    free(made), shown_free(&g), shown_free(&c), sala_close(s);
+}
+
 int main(int argc, char **argv) {
     static const check_entry tests[] = {TEST(test_short_prompt),
                                         TEST(test_long_prompt),
@@ -701,6 +728,7 @@ int main(int argc, char **argv) {
                                         TEST(test_four_bits),
                                         TEST(test_four_bit_files),
                                         TEST(test_draft_head),
+                                        TEST(test_features),
                                         TEST(test_sampling),
                                         TEST(test_logprobs_and_force),
                                         TEST(test_planted_trees),

@@ -142,7 +142,7 @@ static const accepted good_fields[] = {
     {"special-text", "yes", 1},
     {"keep", "on", 1},
     {"sequence", "12", 12},
-    {"want-rows", "3", 3},
+    {"want-rows", "7", 7},
 };
 
 static double field_value(const sala_request *r, const char *name) {
@@ -197,7 +197,7 @@ static const refusal bad_fields[] = {
     {"seed", "-1", "an integer from 0"},
     {"seed", "1.5", "an integer from 0"},
     {"sequence", "-1", "at least 0"},
-    {"want-rows", "4", "at most 3"},
+    {"want-rows", "8", "at most 7"},
     {"ignore-eos", "maybe", "0 or 1"},
 };
 
@@ -399,7 +399,7 @@ static void whole_requests(void) {
     WRONG("max_tokens", w.max_tokens = -1, "max-tokens");
     WRONG("sequence", w.sequence = -1, "sequence");
     WRONG("keep", w.keep = 2, "keep");
-    WRONG("want_rows", w.want_rows = 4, "want-rows");
+    WRONG("want_rows", w.want_rows = 8, "want-rows");
     WRONG("want_rows", w.want_rows = -1, "want-rows");
     WRONG("logprobs", w.logprobs = 21, "logprobs");
     WRONG("force", w.force_count = 2, "force is NULL");

@@ -142,6 +142,13 @@ static int cli_read_file(const char *path, cli_buffer *out) {
     return code;
 }
 
+#define CLI_HASH 0xCBF29CE484222325u // of nothing
+
+static uint64_t cli_hash(uint64_t h, const void *data, size_t size) { // FNV-1a
+    for (size_t i = 0; i < size; i++) h = (h ^ ((const unsigned char *)data)[i]) * 0x100000001B3u;
+    return h;
+}
+
 // "15.6 MiB", into a buffer of 32 bytes that is returned.
 static const char *cli_bytes(double bytes, char out[32]) {
     static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};

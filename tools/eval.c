@@ -236,21 +236,16 @@ static void eval_add_gold(eval_item *item, const sala__json *j, int node) {
     item->gold_count++;
 }
 
-static uint64_t eval_hash(uint64_t h, const void *data, size_t size) { // FNV-1a
-    for (size_t i = 0; i < size; i++) h = (h ^ ((const unsigned char *)data)[i]) * 0x100000001B3u;
-    return h;
-}
-
 // What a stored answer depends on: the model folder, the settings that matter, the question.
 static uint64_t eval_key(const eval_job *job, const char *question) {
     char *folder = realpath(job->args->model, NULL);
     const char *path = folder ? folder : job->args->model;
     int64_t settings[2] = {job->max_tokens, job->args->options.dense_len};
-    uint64_t h = eval_hash(0xCBF29CE484222325u, path, strlen(path) + 1);
-    h = eval_hash(h, settings, sizeof settings);
+    uint64_t h = cli_hash(CLI_HASH, path, strlen(path) + 1);
+    h = cli_hash(h, settings, sizeof settings);
     const char *prefill = job->args->options.prefill; // W4A4 or not changes answers
-    if (prefill) h = eval_hash(h, prefill, strlen(prefill) + 1);
-    h = eval_hash(h, question, strlen(question));
+    if (prefill) h = cli_hash(h, prefill, strlen(prefill) + 1);
+    h = cli_hash(h, question, strlen(question));
     free(folder);
     return h;
 }

@@ -10,6 +10,7 @@
 #   sh tools/gpu_check.sh four        weights of four bits: kernels, decoding, prompts, products, public kernels beside
 #   sh tools/gpu_check.sh spec        drafts: the same texts, what they bring, what they cost; the verdicts come last
 #   sh tools/gpu_check.sh sessions    saved and loaded on the device: the same bits; 128K tokens at the disk's speed
+#   sh tools/gpu_check.sh dump        features for a draft head: the same bits, and what they cost beside the prompt alone
 #   sh tools/gpu_check.sh accuracy    what four bits cost sala-tiny in answers and perplexity (tools/accuracy.sh)
 #   sh tools/gpu_check.sh all
 #
@@ -289,6 +290,25 @@ spec() { # ends within 270 s; what was wanted comes last
     } | tee -a "$out/gpu-check.log"
 }
 
+dump() {
+    header "features for a draft head"
+    step build-dump 300 make -j4 sala build/test_cuda
+    step dump-test 120 build/test_cuda features
+    rm -rf build/dump && mkdir -p build/dump
+    awk 'BEGIN { srand(1); for (i = 0; i < 12; i++) { printf "{\"tokens\": [%d", 70000 * rand()
+            for (t = 1; t < 4096; t++) printf ", %d", 70000 * rand(); print "]}" } }' >build/dump/long.jsonl
+    awk -F'"user": ' 'NR <= 400 { sub(/, "[a-z_]*": .*/, "", $2); print "{\"messages\": [{\"role\": \"user\", \"content\": " $2 "}]}" }' \
+        models/sala-tiny/eval_tasks.jsonl >build/dump/questions.jsonl
+    # 1.6 GB; beside it the same tokens as a prompt: dumping should cost at most a third more
+    SHOW=4 step dump-nine 120 ./sala dump-features --device "$device" -m "$nine_config" --synthetic --weights nvfp4 \
+        --data build/dump/long.jsonl --out build/dump/nine --max-tokens 4096 --json
+    SHOW=6 step dump-prompt 120 ./sala bench --device "$device" -m "$nine_config" --synthetic --weights nvfp4 --no-roofline \
+        --prompt-tokens 4096 --gen-tokens 2 --repeat 3
+    SHOW=4 step dump-tiny 120 ./sala dump-features --device "$device" --data build/dump/questions.jsonl --out build/dump/tiny \
+        --regenerate --answer-tokens 128 --parallel 64 --json
+    rm -rf build/dump
+}
+
 accuracy() {
     header "accuracy of four bits"
     step build-accuracy 200 make -j4 sala quantize
@@ -311,13 +331,13 @@ sessions() {
 [ $# -gt 0 ] || set -- all
 for stage in "$@"; do
     case $stage in
-    kernels | engine | sanitizer | needles | bench | prefill | four | spec | sessions | accuracy) $stage ;;
+    kernels | engine | sanitizer | needles | bench | prefill | four | spec | dump | sessions | accuracy) $stage ;;
     all)
-        for each in kernels engine sanitizer needles bench prefill four spec sessions accuracy; do $each; done
+        for each in kernels engine sanitizer needles bench prefill four spec dump sessions accuracy; do $each; done
         ;;
     *)
         echo "gpu_check.sh: there is no stage '$stage'; there are: kernels engine sanitizer needles bench prefill" \
-            "four spec sessions accuracy all" >&2
+            "four spec dump sessions accuracy all" >&2
         exit 2
         ;;
     esac
