@@ -97,6 +97,7 @@ class Pool:
         self.shape, self.p_long, self.workers = (rows, length + 1), p_long, workers
         self.raw = [multiprocessing.RawArray(t, rows * (length + 1)) for t in (ctypes.c_uint16, ctypes.c_uint8)]
         self.made = multiprocessing.RawArray(ctypes.c_long, workers)
+        self.drawn = multiprocessing.RawValue(ctypes.c_long, 0)
         self.ids, self.weights = (np.frombuffer(a, dtype=t).reshape(self.shape)
                                   for a, t in zip(self.raw, (np.uint16, np.uint8)))
 
@@ -104,9 +105,12 @@ class Pool:
         return range(k * self.shape[0] // self.workers, (k + 1) * self.shape[0] // self.workers)
 
     def work(self, k, folder, seed, mix):
+        """Fills its share of the rows, then replaces them, as many as were drawn."""
         writer = Writer(folder, seed, mix)
         while True:
             for row in self.share(k):
+                while self.made[k] >= len(self.share(k)) + self.drawn.value / self.workers:
+                    time.sleep(0.01)
                 writer.fill(self.ids[row], self.weights[row], self.p_long)
                 self.made[k] += 1
 
@@ -116,6 +120,7 @@ class Pool:
 
     def draw(self, rng, batch, torch, device):
         rows = rng.choice(self.ready(), batch)
+        self.drawn.value += batch
         ids = torch.from_numpy(self.ids[rows].astype(np.int64))
         return ids.to(device, non_blocking=True), torch.from_numpy(self.weights[rows]).to(device, non_blocking=True)
 
@@ -135,11 +140,13 @@ def start_pools(a):
     return pools, processes
 
 
-def wait_for(pools, processes, a):
+def wait_for(pools, processes, a, end):
     for pool, batch in zip(pools, (a.batch, a.long_batch)):
         while pool and len(pool.ready()) < min(pool.shape[0], 8 * batch):
             if not all(p.is_alive() for p in processes):
                 sys.exit("train.py: a process that writes text has died")
+            if time.time() > end:
+                sys.exit("train.py: the budget is gone before there was text to train on")
             time.sleep(0.1)
 
 
@@ -301,11 +308,12 @@ class Trainer:
 
     def run(self):
         a, torch = self.a, self.torch
-        wait_for(self.pools, self.processes, a)
+        end = self.started + a.budget - 5
+        wait_for(self.pools, self.processes, a, end)
         if not a.no_compile:
             self.warm_up()
         begun = last = saved = time.time()
-        first, end, p0 = self.step, self.started + a.budget - 5, self.progress
+        first, p0 = self.step, self.progress
         sums, steps = 0, 0
         while time.time() < end and self.step - first < a.steps:
             self.progress = p0 + (1 - p0) * (time.time() - begun) / max(end - begun, 1e-9)
