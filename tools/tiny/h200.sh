@@ -57,5 +57,7 @@ measure "$work" "$out/scores.json" $(($(left) - 95 > 110 ? 110 : $(left) - 95))
 say "measuring the present weights"
 measure models/sala-tiny "$out/base.json" $(($(left) - 20))
 say "verdict"
+[ -e "$out/scores.json" ] && [ -e "$out/base.json" ] ||
+    { say "VERDICT: not good: the weights are there, the measurements are not"; exit 1; }
 "$python" tools/tiny/evaluate.py --verdict "$out/base.json" "$out/scores.json" | tee "$out/verdict.txt"
 grep -q '^VERDICT: good' "$out/verdict.txt"

@@ -247,6 +247,18 @@ class Sala(nn.Module):
         return times(hidden, self.lm_head)
 
 
+def losses(net, hidden, target, weight, letter_weight):
+    """-> weighted mean of the nats; to report: nats, tokens and sure ones of answers; nats, tokens and right ones of
+    letters; the mean over plain text. target, weight [B, T]; answers weigh more than 4, plain text 1."""
+    nats = F.cross_entropy(net.logits(hidden).float().flatten(0, 1), target.flatten(), reduction="none")
+    w = weight.flatten().float()
+    loss, nats = (nats * w).sum() / w.sum(), nats.detach()
+    answer, letter, text = (w > 4).float(), (w == letter_weight).float(), (w == 1).float()
+    return loss, torch.stack([(nats * answer).sum(), answer.sum(), ((nats < 0.1).float() * answer).sum(),
+                              (nats * letter).sum(), letter.sum(), ((nats < 0.69).float() * letter).sum(),
+                              (nats * text).sum() / text.sum().clamp(min=1)])
+
+
 def pad(sequences, device="cpu"):
     """Lists of ids -> [B, T], T a multiple of CHUNK and at least 256."""
     n = max(256, -(-max(map(len, sequences)) // CHUNK) * CHUNK)

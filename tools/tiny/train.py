@@ -225,7 +225,7 @@ class Trainer:
         self.step, self.tokens, self.progress = 0, 0, 0.0
         self.resume()
         self.rng = np.random.default_rng([a.seed, self.step])
-        self.loss = self.losses if a.no_compile else torch.compile(self.losses, dynamic=False)
+        self.loss = model.losses if a.no_compile else torch.compile(model.losses, dynamic=False)
         if not a.no_compile:
             import torch._dynamo
             torch._dynamo.config.recompile_limit = 64
@@ -269,22 +269,11 @@ class Trainer:
 
     # -- steps --
 
-    def losses(self, hidden, target, weight):
-        """-> what is minimised; sums to report: of answers, of letters, the mean over plain text."""
-        F = self.torch.nn.functional
-        ce = F.cross_entropy(self.net.logits(hidden).float().flatten(0, 1), target.flatten(), reduction="none")
-        w = weight.flatten().float()
-        loss, nats = (ce * w).sum() / w.sum(), ce.detach()
-        answer, letter, text = (w > 4).float(), (w == LETTER_WEIGHT).float(), (w == 1).float()
-        return loss, self.torch.stack([(nats * answer).sum(), answer.sum(), ((nats < 0.1).float() * answer).sum(),
-                                       (nats * letter).sum(), letter.sum(), ((nats < 0.69).float() * letter).sum(),
-                                       (nats * text).sum() / text.sum().clamp(min=1)])
-
     def forward_backward(self, mode, long):
         a = self.a
         ids, weights = self.pools[long].draw(self.rng, a.long_batch if long else a.batch, self.torch, a.device)
         hidden, selection = self.net(ids[:, :-1].contiguous(), mode, self.dtype)
-        loss, sums = self.loss(hidden, ids[:, 1:].contiguous(), weights[:, 1:].contiguous())
+        loss, sums = self.loss(self.net, hidden, ids[:, 1:].contiguous(), weights[:, 1:].contiguous(), LETTER_WEIGHT)
         (loss + SELECTION * selection).backward()
         extra = [x.detach() if self.torch.is_tensor(x) else loss.new_zeros(()) for x in (selection, loss)]
         return self.torch.cat([sums, self.torch.stack(extra)]), ids.numel()
