@@ -97,7 +97,7 @@ class Judge:
             out.append(best.tolist() == t)
         return out
 
-    def answers(self, items, batch=20):
+    def answers(self, items, limit=LONGEST_ANSWER, batch=20):
         """-> [(answer, ended)] in the items' order; only what is not exactly the target is generated."""
         ids = [self.tok.encode(x["prompt"]) for x in items]
         order = sorted(range(len(items)), key=lambda i: len(ids[i]))
@@ -109,7 +109,7 @@ class Judge:
                 missed += [] if right else [i]
         for k in range(0, len(missed), batch):
             part = missed[k:k + batch]
-            for i, (answer, ended) in zip(part, self.generate([ids[i] for i in part])):
+            for i, (answer, ended) in zip(part, self.generate([ids[i] for i in part], limit)):
                 out[i] = (self.tok.decode(answer), ended)
         return [out[i] for i in range(len(items))]
 
@@ -161,7 +161,7 @@ def measure(judge, out, budget, quick):
         items = task_set(seed, 100 if quick else number, judge.tok)
         if quick:
             items = list({x["task"]: x for x in items if x["prompt_tokens"] < 250}.values())
-        accuracy, rows = tables(items, judge.answers(items))
+        accuracy, rows = tables(items, judge.answers(items, 8 if quick else LONGEST_ANSWER))
         report["sets"][name] = dict(seed=seed, n=len(items), accuracy=accuracy, outputs=rows)
         print(name, json.dumps({k: v["score"] for k, v in accuracy.items()}), flush=True)
 

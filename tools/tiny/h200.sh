@@ -15,9 +15,10 @@ mkdir -p "$out" "$work"
 left() { echo $((total - ($(date +%s) - begun))); }
 say() { echo "== [$(($(date +%s) - begun)) s] $*"; }
 
-# What the measurements want: 110 s for the new weights, 80 s for the old.
-budget=$(($(left) - ${MEASURE:-190}))
-[ "$budget" -ge 20 ] || { echo "h200.sh: $total seconds are too few: ${MEASURE:-190} go to the measurements" >&2; exit 1; }
+# For the measurements: 110 s for the new weights, 80 s for the old.
+reserved=${MEASURE:-190}
+budget=$(($(left) - reserved))
+[ "$budget" -ge 20 ] || { echo "h200.sh: $total seconds are too few: $reserved go to the measurements" >&2; exit 1; }
 
 keep() { # the newest weights and log, whole
     for name in model.safetensors log.csv; do
@@ -38,7 +39,7 @@ train() { # SECONDS OPTION...
 say "training, $budget s"
 if ! train "$budget"; then
     tail -n 5 "$out/train.log"
-    if [ ! -e "$work/model.safetensors" ] && [ $((budget = $(left) - ${MEASURE:-190})) -ge 60 ]; then
+    if [ ! -e "$work/model.safetensors" ] && [ $((budget = $(left) - reserved)) -ge 60 ]; then
         say "once more, without compiling, $budget s"
         train "$budget" --no-compile --long-batch 1 || tail -n 5 "$out/train.log"
     fi
@@ -53,7 +54,7 @@ measure() { # FOLDER FILE SECONDS
     timeout -k 5 $(($3 + 15)) "$python" -u tools/tiny/evaluate.py "$1" "$2" --device "$device" --budget "$3" ${EVALUATE:-} 2>&1
 }
 say "measuring the new weights"
-measure "$work" "$out/scores.json" $(($(left) - 95 > 110 ? 110 : $(left) - 95))
+measure "$work" "$out/scores.json" $(($(left) - reserved * 8 / 19 - 15))
 say "measuring the present weights"
 measure models/sala-tiny "$out/base.json" $(($(left) - 20))
 say "verdict"
