@@ -105,6 +105,16 @@ real-test: $(B)/real
 lossless-test: $(B)/lossless
 	$(B)/lossless $(or $(DEVICE),auto)
 
+# sala-tiny's model in PyTorch against the engine, its trainer, a rehearsal of tools/tiny/h200.sh. What needs no torch
+# is tools/tiny/test_tiny.py.
+PYTHON ?= python3
+tiny-test: $(SALA) $(B)/sala_fp32
+	@$(PYTHON) -c 'import torch, numpy' 2>/dev/null || { echo "make tiny-test: torch or numpy is missing: pip install torch numpy (the CPU's will do), or PYTHON=path/to/python3" >&2; exit 1; }
+	SALA=$(SALA) SALA_FP32=$(B)/sala_fp32 $(PYTHON) tools/tiny/test_torch.py
+
+$(B)/sala_fp32: main.c sala.cu kernels.h | $(B)
+	$(CC) $(CFLAGS) -DSALA_ACT_FP32 -MF $@.d -o $@ main.c $(LDLIBS)
+
 # What only a GPU can tell. STAGE: kernels, engine, sanitizer, needles, bench, prefill, four, spec, dump, sessions, accuracy
 # or all (the default).
 gpu-test:
@@ -125,11 +135,12 @@ help:
 	@echo "make check-kernels  compile all kernels for every target (needs NVRTC, no GPU)"
 	@echo "make real-test MODEL=DIR  the released weights against what others saw them do"
 	@echo "make lossless-test  10,000 tokens with every kind of draft against plain decoding (DEVICE=cpu|cuda)"
+	@echo "make tiny-test      how sala-tiny was made: PyTorch against the engine, the trainer (needs torch; PYTHON=python3)"
 	@echo "make gpu-test STAGE=all  what only a GPU can tell (kernels engine sanitizer needles bench prefill four spec dump sessions accuracy)"
 	@echo "make mutations      plant faults in the kernels and see that the tests notice"
 	@echo "make format   apply .clang-format"
 	@echo "make clean    remove what was built"
 	@echo "variables: CC, ARCH=native|x86-64-v3|..., OPT=-O3, EXTRA=..., B=build, SALA=sala"
 
-.PHONY: all run quantize test real-test lossless-test check-kernels mutations gpu-test clean format help
+.PHONY: all run quantize test real-test lossless-test tiny-test check-kernels mutations gpu-test clean format help
 .DELETE_ON_ERROR:
