@@ -149,7 +149,8 @@ class Config:
 
 def shapes(c):
     a, m, q, kv = "midlayer.self_attn.", "midlayer.mlp.", c.heads * c.head_dim, c.kv_heads * c.head_dim
-    return {"fc": (c.hidden, 3 * c.hidden), "midlayer.input_layernorm": (c.hidden,), "midlayer.hidden_norm": (c.hidden,),
+    return {"fc": (c.hidden, 3 * c.hidden),
+            "midlayer.input_layernorm": (c.hidden,), "midlayer.hidden_norm": (c.hidden,),
             a + "q_proj": (q, 2 * c.hidden), a + "k_proj": (kv, 2 * c.hidden), a + "v_proj": (kv, 2 * c.hidden),
             a + "o_proj": (c.hidden, q), "midlayer.post_attention_layernorm": (c.hidden,),
             m + "gate_proj": (c.ffn, c.hidden), m + "up_proj": (c.ffn, c.hidden), m + "down_proj": (c.hidden, c.ffn),
