@@ -75,12 +75,25 @@ E4M3_MOST, ENCODE = 448.0, 6.0 * 256  # with 4-or-6 the largest block's scale is
 def round_e2m1(x):
     """The nearest of 0 0.5 1 1.5 2 3 4 6 and their negatives, ties to even, at most 6."""
     a = x.abs()
-    step = torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, 2.0))
+    step = 0.5 + 0.5 * (a >= 2) + (a >= 4)
     return torch.copysign((torch.round(a / step) * step).clamp(max=6), x)
 
 
-def round_e4m3(x):  # x >= 0
-    return x.clamp(max=E4M3_MOST).to(torch.float8_e4m3fn).float()
+def e4m3_step(x):
+    """The distance of E4M3 numbers at x >= 0: 2^-9 below 2^-6, then an eighth of the power of two below x."""
+    return torch.ldexp(torch.ones_like(x), (torch.frexp(x.clamp(min=2 ** -7))[1] - 4).clamp(min=-9))
+
+
+def round_e4m3(x):  # x >= 0; ties to even
+    x = x.clamp(max=E4M3_MOST)
+    step = e4m3_step(x)
+    return torch.round(x / step) * step
+
+
+def e4m3_bits(x):  # of E4M3 numbers >= 0
+    step = e4m3_step(x)
+    code = torch.round(x / step) + 8 * (torch.log2(step) + 9)  # subnormals count on from 0
+    return code.to(torch.uint8)
 
 
 def fit_blocks(blocks, divisor, scale, four):
@@ -315,8 +328,7 @@ def export(head, folder, fmt, note=None):
         code = torch.tensor([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], dtype=torch.uint8)[a.long()] | sign << 3
         code = code.reshape(w.shape[0], -1, 2)
         tensors[name + ".weight"] = "U8", (code[..., 0] | code[..., 1] << 4).numpy()
-        bits = s[..., 0].to(torch.float8_e4m3fn).view(torch.uint8).cpu().numpy()
-        tensors[name + ".weight_scale"] = "F8_E4M3", bits
+        tensors[name + ".weight_scale"] = "F8_E4M3", e4m3_bits(s[..., 0]).cpu().numpy()
         tensors[name + ".weight_scale_2"] = "F32", np.float32(scale.cpu().numpy())
     ids = head.ids.cpu().numpy().astype(np.int64)
     known = np.zeros(c.vocab, np.uint8)
