@@ -1,5 +1,5 @@
-// The engine as a shared object for tests/test_train_draft.py, by ctypes: what a head's weights are once loaded, what it
-// drafts, and what the target says of tokens.
+// The engine as a shared object for tests/test_train_draft.py, by ctypes: what a head's weights are
+// once loaded, what it drafts, and what the target says of tokens.
 #define SALA_IMPLEMENTATION
 #include "../sala.h"
 
@@ -27,9 +27,9 @@ sala *lib_open(const char *model, const char *draft, const char *tree, sala_erro
     return sala_open(model, &o, err);
 }
 
-// A greedy answer of at most `most` tokens. Returns their number, or -1. trees: [trees_most][2 + 3 * 32] position of the
-// root, nodes, then the nodes' tokens, parents and whether they were accepted; scores: [trees_most][32]. Trees that the
-// head did not draw are left out; the first row without one has no nodes.
+// A greedy answer of at most `most` tokens. Returns their number, or -1. trees: [trees_most][2 + 3 * 32]
+// position of the root, nodes, then the nodes' tokens, parents and whether they were accepted; scores:
+// [trees_most][32]. Trees that the head did not draw are left out; the first row without one has no nodes.
 int lib_generate(sala *s, const int32_t *tokens, int count, int32_t *out, int most, int32_t *trees,
                  float *scores, int trees_most) {
     sala_request r;
@@ -85,7 +85,8 @@ int lib_rows(sala *s, const int32_t *tokens, int count, float *hidden) {
     return code;
 }
 
-// A matrix of the head as products read it: [n, k] numbers, and what multiplies each row's sum. Returns n * k; 0: unknown.
+// A matrix of the head as products read it: [n, k] numbers, and what multiplies each row's sum. Returns
+// n * k; 0: there is none of that name.
 int64_t lib_weight(sala *s, const char *name, float *codes, float *alpha) {
     sala__item item;
     for (int i = 0; i < sala__item_count(&s->draft_config); i++) {

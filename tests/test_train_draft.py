@@ -24,7 +24,7 @@ import train_draft as td  # noqa: E402
 
 MODEL = os.path.join(ROOT, "models", "sala-tiny")
 AUX, H, V = [1, 3, 4], 256, 2048
-TEXT = [1] + [int(x) for x in np.random.default_rng(5).integers(3, 2000, 150)]
+TEXT = [1] + [int(x) for x in np.random.default_rng(5).integers(3, 2000, 99)]
 
 
 class Engine:
@@ -188,11 +188,11 @@ def path_scores(head, features, ids, root, paths):
 def check_trees(head, folder, fmt, tolerance):
     dm.export(head, folder, fmt)
     e = Engine(folder)
-    answer, trees = e.generate(TEXT, 40, 12)
+    answer, trees = e.generate(TEXT, 24, 8)
     ids = TEXT + answer
     features = features_of(e.rows(ids))
     e.close()
-    assert len(trees) >= 8
+    assert len(trees) == 8
     worst, firm = 0, 0
     for tree, score in trees:
         root, n = int(tree[0]), int(tree[1])
@@ -217,7 +217,7 @@ def check_trees(head, folder, fmt, tolerance):
 def test_engine_bf16(folder):
     """The engine's trees, drawn by an exported head: every node's log probability, and the first greedy draft."""
     worst, firm = check_trees(random_head(), folder, "bf16", 0.12)
-    assert firm >= 3, firm
+    assert firm >= 2, firm
     print(f"  largest difference of a path's log probability {worst:.4f}, {firm} firm greedy drafts")
 
 
@@ -377,7 +377,8 @@ def test_batches(folder):
             assert (batch["position"][r, at:at + n].numpy() == first + np.arange(n)).all()
             same(batch["features"][r, at:at + n].float().numpy(),
                  dm.as_tensor("BF16", s["features"][begin:end]).float().numpy())
-            same(batch["hidden"][r, at:at + n].float().numpy(), dm.as_tensor("BF16", s["hidden"][begin:end]).float().numpy())
+            same(batch["hidden"][r, at:at + n].float().numpy(),
+                 dm.as_tensor("BF16", s["hidden"][begin:end]).float().numpy())
             for t in range(n):
                 steps = 0
                 while steps < td.STEPS and t + 2 + steps < n and s["loss_mask"][begin + t + 2 + steps]:
@@ -474,8 +475,9 @@ def test_walk():
 
 
 def run_training(folder, data, *words):
-    td.main(["train", "--data", data, "--target", MODEL, "--out", folder, "--device", "cpu", "--length", "128", "--rows",
-             "2", "--every", "2", "--lr", "1e-3", "--ffn", "64", "--draft-vocab", "300", "--offset", "4000", *words])
+    td.main(["train", "--data", data, "--target", MODEL, "--out", folder, "--device", "cpu", "--length", "128",
+             "--rows", "2", "--every", "2", "--lr", "1e-3", "--ffn", "64", "--draft-vocab", "300", "--offset", "4000",
+             *words])
 
 
 class Stopped(Exception):
@@ -483,8 +485,8 @@ class Stopped(Exception):
 
 
 def test_resume(folder):
-    """A run that stopped behind a checkpoint and went on: the same weights, bit for bit, and the same log; BF16, then QAT
-    from its head, whose tensor scales are frozen in the last steps."""
+    """A run that stopped behind a checkpoint and went on: the same weights, bit for bit, and the same log; BF16, then
+    QAT from its head, whose tensor scales are frozen in the last steps."""
     data, save = folder + "-data", td.save
     write_shard(data, 0, fake_samples(30, 5, 60))
     for kind in ([], ["--qat", "--init", folder + "-whole/head"]):
@@ -509,7 +511,8 @@ def test_resume(folder):
         logs = []
         for f in (whole, twice):
             with open(os.path.join(f, "train.csv"), newline="") as t:
-                logs.append([{n: x for n, x in r.items() if n not in ("seconds", "tokens")} for r in td.csv.DictReader(t)])
+                rows = list(td.csv.DictReader(t))
+            logs.append([{n: x for n, x in r.items() if n not in ("seconds", "tokens")} for r in rows])
         assert logs[0] == logs[1] and len(logs[0]) == 7, [len(x) for x in logs]
         with open(os.path.join(whole, "train.svg")) as f:
             assert f.read().startswith("<svg")

@@ -10,6 +10,7 @@
 #   sh tools/gpu_check.sh four        weights of four bits: kernels, decoding, prompts, products, public kernels beside
 #   sh tools/gpu_check.sh spec        drafts: the same texts, what they bring, what they cost; the verdicts come last
 #   sh tools/gpu_check.sh accuracy    what four bits cost sala-tiny in answers and perplexity (tools/accuracy.sh)
+#   sh tools/gpu_check.sh train       sala-tiny's draft head from nothing (tools/tiny/draft.sh): PyTorch with CUDA is needed
 #   sh tools/gpu_check.sh all
 #
 # SALA_TEST_GPU is the number of the device (0). MARLIN_DIR is a clone of IST-DASLab/marlin, with which `four` then
@@ -295,16 +296,26 @@ accuracy() {
     SHOW=40 step accuracy 560 env DEVICE="$device" sh tools/accuracy.sh models/sala-tiny build/accuracy
 }
 
+train() { # the verdicts on tau come last
+    header "training a draft head"
+    if python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
+        step build-train 100 make -j4 sala
+        SHOW=20 step train 480 env DEVICE="$device" OUT="$out" sh tools/tiny/draft.sh
+    else
+        skip train "there is no PyTorch with CUDA"
+    fi
+}
+
 [ $# -gt 0 ] || set -- all
 for stage in "$@"; do
     case $stage in
-    kernels | engine | sanitizer | needles | bench | prefill | four | spec | accuracy) $stage ;;
+    kernels | engine | sanitizer | needles | bench | prefill | four | spec | accuracy | train) $stage ;;
     all)
-        for each in kernels engine sanitizer needles bench prefill four spec accuracy; do $each; done
+        for each in kernels engine sanitizer needles bench prefill four spec accuracy train; do $each; done
         ;;
     *)
         echo "gpu_check.sh: there is no stage '$stage'; there are: kernels engine sanitizer needles bench prefill" \
-            "four spec accuracy all" >&2
+            "four spec accuracy train all" >&2
         exit 2
         ;;
     esac

@@ -8,9 +8,9 @@
     python3 tools/train_draft.py export --head build/draft/head --target models/sala-tiny --out build/draft-rtn
     python3 tools/train_draft.py evaluate --data build/features --target models/sala-tiny --head build/draft/head
 
-`train` leaves in --out: head/ (BF16, or with --qat NVFP4), checkpoint.pt (the same command goes on from it), train.csv,
-train.svg. It needs PyTorch and numpy; everything is seeded, and on a CPU a run that was interrupted ends with the bits
-of one that was not."""
+`train` leaves in --out: head/ (BF16, or with --qat NVFP4), checkpoint.safetensors (the same command goes on from
+it), train.csv, train.svg. It needs PyTorch (1.13 or later) and numpy. Everything is seeded: on a CPU a run that was
+interrupted ends with the bits of one that was not."""
 import argparse
 import concurrent.futures
 import csv
@@ -397,24 +397,39 @@ SAME = ("data", "target", "init", "qat", "loss", "offset", "length", "rows", "lr
 
 
 def save(path, head, adam, course, step, feed, args, seconds):
-    torch.save(dict(step=step, feed=feed, alpha=course.alpha, steps=args.steps, seconds=seconds, ids=head.ids.cpu(),
-                    config=vars(head.c), master={n: w.detach().cpu() for n, w in head.master.items()},
-                    divisors=head.divisors, adam=adam.state_dict(), settings={n: getattr(args, n) for n in SAME}),
-               path + ".tmp")
-    os.replace(path + ".tmp", path)
+    state = dict(step=step, feed=list(feed), alpha=course.alpha, steps=args.steps, seconds=seconds, config=vars(head.c),
+                 settings={n: getattr(args, n) for n in SAME})
+    tensors = {"ids": ("I64", head.ids.cpu().numpy())}
+    for name, w in head.master.items():
+        for part, x in (("master", w), ("mean", adam.state[w]["exp_avg"]), ("square", adam.state[w]["exp_avg_sq"])):
+            tensors[f"{part}.{name}"] = "F32", x.detach().cpu().numpy()
+    for name, x in head.divisors.items():
+        tensors["divisor." + name] = "F32", x.cpu().numpy()
+    dm.write_safetensors(path, tensors, {"state": json.dumps(state)})
 
 
 def restore(path, args, embedding):
-    ck = torch.load(path, map_location=args.device, weights_only=True)
+    """-> the head, its optimizer, the rest of the state"""
+    tensors, meta = dm.read_safetensors(path)
+    ck = json.loads(meta["state"])
     for n in SAME:
         if ck["settings"][n] != getattr(args, n):
             name = "steps" if n == "asked" else n
             sys.exit(f"{path} is of a run with --{name} {ck['settings'][n]}: remove it, or name another --out")
-    head = dm.Head(dm.Config(**ck["config"]), embedding, ck["ids"], args.device, args.dtype)
-    head.take(ck["master"])
-    head.quantised, head.divisors = args.qat, ck["divisors"]
-    args.steps = ck["steps"]
-    return head, ck
+    part = lambda which: {n[len(which) + 1:]: torch.from_numpy(np.array(x)).to(args.device)
+                          for n, (_, x) in tensors.items() if n.startswith(which + ".")}
+    ids = torch.from_numpy(np.array(tensors["ids"][1]))
+    head = dm.Head(dm.Config(**ck["config"]), embedding, ids, args.device, args.dtype)
+    head.take(part("master"))
+    head.quantised, head.divisors, args.steps = args.qat, part("divisor"), ck["steps"]
+    adam, mean, square = optimizer(head, args), part("mean"), part("square")
+    for name, w in head.master.items():
+        adam.state[w] = dict(step=torch.tensor(float(ck["step"])), exp_avg=mean[name], exp_avg_sq=square[name])
+    return head, adam, ck
+
+
+def optimizer(head, args):
+    return torch.optim.AdamW(head.master.values(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
 
 
 def log_row(path, row):
@@ -449,22 +464,21 @@ def train(args):
     pieces, tests = data.pieces(samples, args.length), data.pieces(held, args.length)
     if not pieces or not tests:
         sys.exit(f"{args.data}: {len(data.samples)} samples are too few, or have no tokens under loss")
-    path, table = os.path.join(args.out, "checkpoint.pt"), os.path.join(args.out, "train.csv")
+    path, table = (os.path.join(args.out, x) for x in ("checkpoint.safetensors", "train.csv"))
     ck = None
     if os.path.exists(path):
-        head, ck = restore(path, args, embedding)
+        head, adam, ck = restore(path, args, embedding)
         print(f"going on at step {ck['step']} of {args.steps}")
     else:
         head = new_head(args, data, samples, embedding)
+        adam = optimizer(head, args)
     cut_log(table, ck["step"] if ck else -1)
     parameters = sum(w.numel() for w in head.master.values())
     print(f"{parameters / 1e6:.1f} M parameters; {len(samples)} samples, {sum(e - b for _, b, e in samples)} tokens; "
           f"{len(held)} held out; the target's own answer agrees in "
           f"{100 * agreement(data, held, matrix, args.device):.2f} % of the tokens under loss", flush=True)
-    adam = torch.optim.AdamW(head.master.values(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
     course, step, spent = Course(args.loss), 0, 0.0
     if ck:
-        adam.load_state_dict(ck["adam"])
         course.alpha, step, spent = ck["alpha"], ck["step"], ck["seconds"]
     feed = Feed(data, pieces, args, tuple(ck["feed"]) if ck else (0, 0))
     began, seen, total = time.time() - spent, 0, torch.zeros(STEPS, 6)

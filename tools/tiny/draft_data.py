@@ -2,7 +2,7 @@
 answer them), and those that tau is measured with, from other seeds. Same arguments, same prompts.
 
     python3 tools/tiny/draft_data.py train NUMBER [SEED] >prompts.jsonl
-    python3 tools/tiny/draft_data.py bench EACH [SEED] >bench.jsonl       classes of `sala bench --spec all --prompts`"""
+    python3 tools/tiny/draft_data.py bench EACH [SEED] >bench.jsonl     for `sala bench --spec all --prompts`"""
 import json
 import random
 import sys
