@@ -75,6 +75,9 @@ def random_head(vocab=1000, seed=1, dtype=torch.bfloat16, aux=AUX):
     ids = torch.from_numpy(np.sort(np.random.default_rng(seed).permutation(V)[:vocab]))
     head = dm.Head(c, embedding(), ids, "cpu", dtype)
     head.init(seed)
+    with torch.no_grad():  # attention that tells a wrong position or a missing key from noise
+        for name, factor in (("q_proj", 2.5), ("k_proj", 2.5), ("o_proj", 3)):
+            head.master["midlayer.self_attn." + name] *= factor
     return head
 
 
@@ -160,7 +163,7 @@ def test_straight_through():
 # ---- the head ----
 
 
-def features_of(rows, aux=AUX):
+def features_of(rows, aux):
     return torch.from_numpy(np.concatenate([rows[1 + a] for a in aux], -1)).to(torch.bfloat16)
 
 
@@ -185,12 +188,15 @@ def path_scores(head, features, ids, root, paths):
     return out, best
 
 
-def check_trees(head, folder, fmt, tolerance):
+def check_trees(head, folder, fmt):
+    """Compared: sums of up to seven log probabilities. Rounding makes 0.035 of them, a key that is missing 0.15, a
+    position, a token or a mask off by one 1 to 2."""
+    tolerance = 0.08
     dm.export(head, folder, fmt)
     e = Engine(folder)
     answer, trees = e.generate(TEXT, 24, 8)
     ids = TEXT + answer
-    features = features_of(e.rows(ids))
+    features = features_of(e.rows(ids), head.c.aux)
     e.close()
     assert len(trees) == 8
     worst, firm = 0, 0
@@ -216,7 +222,7 @@ def check_trees(head, folder, fmt, tolerance):
 
 def test_engine_bf16(folder):
     """The engine's trees, drawn by an exported head: every node's log probability, and the first greedy draft."""
-    worst, firm = check_trees(random_head(), folder, "bf16", 0.12)
+    worst, firm = check_trees(random_head(), folder, "bf16")
     assert firm >= 2, firm
     print(f"  largest difference of a path's log probability {worst:.4f}, {firm} firm greedy drafts")
 
@@ -224,14 +230,7 @@ def test_engine_bf16(folder):
 def test_engine_nvfp4(folder):
     head = random_head(seed=2, aux=[2, 4, 5])  # also layers that do not begin with 1
     head.quantised = True
-    global AUX
-    kept, AUX = AUX, [2, 4, 5]
-    try:
-        features_of.__defaults__ = (AUX,)
-        check_trees(head, folder, "nvfp4", 0.12)
-    finally:
-        AUX = kept
-        features_of.__defaults__ = (AUX,)
+    check_trees(head, folder, "nvfp4")
 
 
 # ---- the unroll and the losses ----

@@ -336,9 +336,9 @@ def examine(head, matrix, data, pieces, args):
 
 
 def agreement(data, samples, matrix, device):
-    """Share of the tokens under loss that are the target's likeliest by `hidden` and its head: of greedy answers all but
-    the few where decoding and reading a prompt round differently. Less means that features, ids and head do not belong
-    together."""
+    """Share of the tokens under loss that are the target's likeliest by `hidden` and its head: of greedy answers all
+    but the few where decoding and reading a prompt round differently. Less means that features, ids and head do not
+    belong together."""
     same = count = 0
     for shard, begin, end in samples:
         s = data.shards[shard]
