@@ -541,7 +541,7 @@ def test_engine_tau(folder):
     write_shard(data, 0, samples)
     run_training(folder, data, "--steps", "60", "--held", "0.25", "--every", "60", "--lr", "3e-3", "--offset", "0",
                  "--loss", "kl")
-    shards, matrix = td.Shards(data), td.target_head(MODEL)
+    shards, matrix = td.Shards(data), td.target_head(MODEL).float()
     assert td.agreement(shards, shards.samples, matrix, "cpu") >= 0.99
     head = dm.load(os.path.join(folder, "head"), embedding())
     args = td.argparse.Namespace(length=128, rows=2)

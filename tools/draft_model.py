@@ -181,13 +181,16 @@ def norm(x, w, eps):  # FP32 statistics, rounded, then times the weight
     return r.to(x.dtype) * w
 
 
-def rope(x, position, c):
+def rates(c, device):
+    rate = [1 / math.pow(c.theta, 2.0 * i / c.head_dim) for i in range(c.head_dim // 2)]
+    return torch.tensor(rate, dtype=torch.float64).float().to(device)
+
+
+def rope(x, position, rate):
     """x [.., heads, head_dim], position [..]: pairs (i, i + head_dim/2), angles as sala__op_rope_table has them."""
-    half = c.head_dim // 2
-    rate = torch.tensor([1 / math.pow(c.theta, 2.0 * i / c.head_dim) for i in range(half)], dtype=torch.float64)
-    angle = position.float()[..., None, None] * rate.float().to(x.device)
-    cos, sin = angle.double().cos().float(), angle.double().sin().float()
-    a, b = x.float().split(half, -1)
+    angle = (position.float()[..., None, None] * rate).double()
+    cos, sin = angle.cos().float(), angle.sin().float()
+    a, b = x.float().split(len(rate), -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
@@ -254,7 +257,7 @@ class Head:
         """Yields the logits [B, S, Vd] of steps 0 .. steps - 1 (speculation.md 6.2). features [B, T, 3H], ids,
         position and segment [B, T]: samples lie behind each other in a row, and see themselves alone. Slot t reads
         feature t and, at step k, token t + 1 + k; it guesses token t + 2 + k."""
-        c, w, last, own = self.c, self.weights(), ids.shape[1] - 1, []
+        c, w, last, own, rate = self.c, self.weights(), ids.shape[1] - 1, [], rates(self.c, ids.device)
         heads = lambda x, n: x.reshape(*x.shape[:-1], n, c.head_dim)
 
         def linear(x, name):
@@ -267,15 +270,15 @@ class Head:
             u = torch.cat((e, norm(f, w["midlayer.hidden_norm"][0], c.eps)), -1)
             a = "midlayer.self_attn."
             k, v = (heads(linear(u, a + x), c.kv_heads) for x in ("k_proj", "v_proj"))
-            q = rope(heads(linear(u, a + "q_proj"), c.heads), at, c) if wants_q else None
-            return u, rope(k, at, c), v, q
+            q = rope(heads(linear(u, a + "q_proj"), c.heads), at, rate) if wants_q else None
+            return u, rope(k, at, rate), v, q
 
         t = torch.arange(ids.shape[1], device=ids.device)
         seen = (t <= slots[..., None]) & (segment[:, None] == pick(segment, slots)[..., None])
         f = linear(features.to(self.dtype), "fc")
         u, k0, v0, _ = project(f, ids[:, (t + 1).clamp(max=last)], position, False)
         f, u, at = pick(f, slots), pick(u, slots), pick(position, slots)
-        q = rope(heads(linear(u, "midlayer.self_attn.q_proj"), c.heads), at, c)
+        q = rope(heads(linear(u, "midlayer.self_attn.q_proj"), c.heads), at, rate)
         for step in range(steps):
             if step:
                 _, k, v, q = project(f, pick(ids, (slots + 1 + step).clamp(max=last)), at + step, True)

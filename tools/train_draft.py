@@ -236,9 +236,9 @@ class Feed:
 
 
 def teach(hidden, matrix, ids):
-    """hidden [B, T, H], the input of the target's head -> its probabilities of the draft's tokens [B, T, Vd], and its
-    likeliest token [B, T]."""
-    logits = hidden.float() @ matrix.float().T
+    """hidden [B, T, H], the input of the target's head `matrix`, FP32 [V, H] -> its probabilities of the draft's
+    tokens [B, T, Vd], and its likeliest token [B, T]."""
+    logits = hidden.float() @ matrix.T
     return torch.softmax(logits, -1)[..., ids], logits.argmax(-1)
 
 
@@ -347,7 +347,7 @@ def agreement(data, samples, matrix, device):
             continue
         hidden = dm.as_tensor("BF16", s["hidden"][begin:end - 1])[mask].to(device)
         ids = torch.from_numpy(s["ids"][begin + 1:end].astype(np.int64))[mask]
-        same += int(((hidden.float() @ matrix.float().T).argmax(-1).cpu() == ids).sum())
+        same += int(((hidden.float() @ matrix.T).argmax(-1).cpu() == ids).sum())
         count += len(ids)
     return same / max(count, 1)
 
@@ -456,7 +456,7 @@ def cut_log(path, step):
 def train(args):
     os.makedirs(args.out, exist_ok=True)
     data = Shards(args.data)
-    matrix = target_head(args.target).to(args.device)
+    matrix = target_head(args.target).float().to(args.device)
     embedding = target_matrix(args.target, "model.embed_tokens.weight")
     every = max(2, round(1 / args.held))
     held = [s for i, s in enumerate(data.samples) if i % every == every - 1][:256]
@@ -481,7 +481,7 @@ def train(args):
     if ck:
         course.alpha, step, spent = ck["alpha"], ck["step"], ck["seconds"]
     feed = Feed(data, pieces, args, tuple(ck["feed"]) if ck else (0, 0))
-    began, seen, total = time.time() - spent, 0, torch.zeros(STEPS, 6)
+    began, tenth, seen, total = time.time() - spent, 0, 0, torch.zeros(STEPS, 6)
 
     def report(kind, loss, shares, out):
         row = dict(step=step, kind=kind, seconds=round(time.time() - began, 1), lr=rate(step, args), loss=loss,
@@ -510,8 +510,11 @@ def train(args):
         sums = sums.cpu()
         course.learn([float(x[1] / x[0]) if x[0] > 0 else float("nan") for x in sums])
         total, seen = total + sums, seen + int((batch["segment"] > 0).sum())
-        if args.minutes and step == 20:  # as many as there is time for
-            args.steps = max(30, int(20 * args.minutes * 60 / (time.time() - began)))
+        if step == 10:
+            tenth = time.time()
+        if args.minutes and step == 30 and tenth:  # the first steps are slow: compilers, caches
+            left = args.minutes * 60 - (time.time() - began)
+            args.steps = step + max(10, int(20 * left / (time.time() - tenth)))
         if step % args.every == 0 or step == args.steps:
             if step % (10 * args.every) == 0 or step == args.steps:
                 report("held", loss.item(), shares, examine(head, matrix, data, tests, args))
@@ -570,7 +573,7 @@ def export_command(args):
 
 
 def evaluate_command(args):
-    data, matrix = Shards(args.data), target_head(args.target).to(args.device)
+    data, matrix = Shards(args.data), target_head(args.target).float().to(args.device)
     head = dm.load(args.head, target_matrix(args.target, "model.embed_tokens.weight"), args.device, args.dtype)
     out = examine(head, matrix, data, data.pieces(data.samples, args.length), args)
     out["agreement"] = agreement(data, data.samples, matrix, args.device)
@@ -595,7 +598,7 @@ def main(words=None):
         c.add_argument("--out", required=True)
     x.add_argument("--format", choices=("nvfp4", "bf16"), default="nvfp4")
     t.add_argument("--steps", type=int, default=2000)
-    t.add_argument("--minutes", type=float, default=0, help="as many steps as fit, told after 20 of them")
+    t.add_argument("--minutes", type=float, default=0, help="as many steps as fit, told after 30 of them")
     t.add_argument("--lr", type=float, default=1e-4, help="(%(default)s; small heads like 2e-3, --qat a third)")
     t.add_argument("--loss", choices=("lk", "kl", "tv"), default="lk")
     t.add_argument("--draft-vocab", type=int, default=0, help="tokens that the head knows (default: all)")

@@ -24,7 +24,7 @@ say() {
 [ -x ./sala ] || make sala >>"$log" 2>&1
 
 say "prompts"
-"$python" tools/tiny/draft_data.py train "${SAMPLES:-8000}" "$seed" >"$work/prompts.jsonl"
+"$python" tools/tiny/draft_data.py train "${SAMPLES:-12000}" "$seed" >"$work/prompts.jsonl"
 "$python" tools/tiny/draft_data.py bench "${EACH:-8}" "$seed" >"$work/bench.jsonl"
 
 say "features of the model's own answers" # cut short, whole shards are as good
@@ -42,7 +42,8 @@ train() { # NAME RATE MINUTES STEPS OPTIONS...
     say "training $name"
     # shellcheck disable=SC2086 # several words
     "$python" tools/train_draft.py train --data "$work/features" --target "$model" --out "$work/$name" --seed "$seed" \
-        --length "${LENGTH:-1024}" --rows "${ROWS:-16}" $amount "$@" >>"$log" 2>&1 || { tail -n 5 "$log"; exit 1; }
+        --every "${EVERY:-100}" --length "${LENGTH:-1024}" --rows "${ROWS:-16}" $amount "$@" >>"$log" 2>&1 ||
+        { tail -n 5 "$log"; exit 1; }
     grep ' held ' "$log" | tail -n 1
 }
 vocab="--draft-vocab ${VOCAB:-1024}"
