@@ -97,6 +97,16 @@ $(B)/fp4_probe: tools/fp4_probe.c sala.h sala.cu kernels.h | $(B)
 mutations: $(B)/test_kernels $(B)/test_prefill
 	SALA_SIM=$(B)/libsala_sim.so sh tests/sim/mutate.sh $(B)/test_kernels
 
+# Training of draft heads: needs PyTorch, which Debian has as python3-torch.
+PYTHON ?= python3
+draft-test: $(B)/draft_lib.so
+	@for p in "$(PYTHON)" /usr/bin/python3; do \
+		if "$$p" -c 'import torch' 2>/dev/null; then BUILD=$(B) exec "$$p" tests/test_train_draft.py $(WORDS); fi; done; \
+		echo "make draft-test: there is no PyTorch: apt-get install python3-torch, or name a Python that has it: PYTHON=..." >&2; exit 1
+
+$(B)/draft_lib.so: tests/draft_lib.c sala.cu kernels.h | $(B)
+	$(CC) $(CFLAGS) -DSALA_STATIC -fPIC -shared -MF $@.d -o $@ $< $(LDLIBS)
+
 # The released weights, or a 4-bit copy of them, for whoever has them: make real-test MODEL=DIR
 real-test: $(B)/real
 	$(B)/real "$(MODEL)"
@@ -115,7 +125,7 @@ tiny-test: $(SALA) $(B)/sala_fp32
 $(B)/sala_fp32: main.c sala.cu kernels.h | $(B)
 	$(CC) $(CFLAGS) -DSALA_ACT_FP32 -MF $@.d -o $@ main.c $(LDLIBS)
 
-# What only a GPU can tell. STAGE: kernels, engine, sanitizer, needles, bench, prefill, four, spec, dump, sessions, accuracy
+# What only a GPU can tell. STAGE: kernels, engine, sanitizer, needles, bench, prefill, four, spec, dump, sessions, accuracy, train
 # or all (the default).
 gpu-test:
 	sh tools/gpu_check.sh $(STAGE)
@@ -135,12 +145,13 @@ help:
 	@echo "make check-kernels  compile all kernels for every target (needs NVRTC, no GPU)"
 	@echo "make real-test MODEL=DIR  the released weights against what others saw them do"
 	@echo "make lossless-test  10,000 tokens with every kind of draft against plain decoding (DEVICE=cpu|cuda)"
+	@echo "make draft-test     training of draft heads (needs PyTorch)"
 	@echo "make tiny-test      how sala-tiny was made: PyTorch against the engine, the trainer (needs torch; PYTHON=python3)"
-	@echo "make gpu-test STAGE=all  what only a GPU can tell (kernels engine sanitizer needles bench prefill four spec dump sessions accuracy)"
+	@echo "make gpu-test STAGE=all  what only a GPU can tell (kernels engine sanitizer needles bench prefill four spec dump sessions accuracy train)"
 	@echo "make mutations      plant faults in the kernels and see that the tests notice"
 	@echo "make format   apply .clang-format"
 	@echo "make clean    remove what was built"
 	@echo "variables: CC, ARCH=native|x86-64-v3|..., OPT=-O3, EXTRA=..., B=build, SALA=sala"
 
-.PHONY: all run quantize test real-test lossless-test tiny-test check-kernels mutations gpu-test clean format help
+.PHONY: all run quantize test real-test lossless-test draft-test tiny-test check-kernels mutations gpu-test clean format help
 .DELETE_ON_ERROR:

@@ -12,6 +12,7 @@
 #   sh tools/gpu_check.sh sessions    saved and loaded on the device: the same bits; 128K tokens at the disk's speed
 #   sh tools/gpu_check.sh dump        features for a draft head: the same bits, and what they cost beside the prompt alone
 #   sh tools/gpu_check.sh accuracy    what four bits cost sala-tiny in answers and perplexity (tools/accuracy.sh)
+#   sh tools/gpu_check.sh train       sala-tiny's draft head from nothing (tools/tiny/draft.sh): PyTorch with CUDA is needed
 #   sh tools/gpu_check.sh all
 #
 # SALA_TEST_GPU is the number of the device (0). MARLIN_DIR is a clone of IST-DASLab/marlin, with which `four` then
@@ -328,16 +329,26 @@ sessions() {
     grep -h -e '^met ' -e '^MISSED ' "$out"/sessions-[0-9]*.log | tee -a "$out/gpu-check.log"
 }
 
+train() { # the verdicts on tau come last
+    header "training a draft head"
+    if python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
+        step build-train 100 make -j4 sala
+        SHOW=20 step train 480 env DEVICE="$device" OUT="$out" sh tools/tiny/draft.sh
+    else
+        skip train "there is no PyTorch with CUDA"
+    fi
+}
+
 [ $# -gt 0 ] || set -- all
 for stage in "$@"; do
     case $stage in
-    kernels | engine | sanitizer | needles | bench | prefill | four | spec | dump | sessions | accuracy) $stage ;;
+    kernels | engine | sanitizer | needles | bench | prefill | four | spec | dump | sessions | accuracy | train) $stage ;;
     all)
-        for each in kernels engine sanitizer needles bench prefill four spec dump sessions accuracy; do $each; done
+        for each in kernels engine sanitizer needles bench prefill four spec dump sessions accuracy train; do $each; done
         ;;
     *)
         echo "gpu_check.sh: there is no stage '$stage'; there are: kernels engine sanitizer needles bench prefill" \
-            "four spec dump sessions accuracy all" >&2
+            "four spec dump sessions accuracy train all" >&2
         exit 2
         ;;
     esac

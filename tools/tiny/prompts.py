@@ -55,4 +55,5 @@ def main():
             print(json.dumps({"class": name, "prompt": make(r)}, ensure_ascii=False))
 
 
-main()
+if __name__ == "__main__":
+    main()

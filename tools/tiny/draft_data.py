@@ -1,0 +1,66 @@
+"""Prompts for sala-tiny's draft head: those it is trained with (`sala dump-features --regenerate` has the model
+answer them), and those that tau is measured with, from other seeds. Same arguments, same prompts.
+
+    python3 tools/tiny/draft_data.py train NUMBER [SEED] >prompts.jsonl
+    python3 tools/tiny/draft_data.py bench EACH [SEED] >bench.jsonl     for `sala bench --spec all --prompts`"""
+import json
+import random
+import sys
+
+import gen
+import prompts
+
+SHORT = [t for t in gen.TASKS if t not in ("needle", "needle_word", "story")]
+
+
+def asked(text):
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def retrieval(r, room):
+    return gen.task(r, gen.pick(r, ("needle", "needle_word", "qa")), room, True).turns[0][0]
+
+
+def sample(r):
+    """A third stories, a third chat of all kinds, the rest text that repeats itself, and looking things up."""
+    k = r.random()
+    if k < 0.2:
+        return {"prompt": prompts.story(r)}
+    if k < 0.35:
+        return asked(gen.task(r, "story", 400).turns[0][0])
+    if k < 0.68:
+        return asked(gen.task(r, gen.pick(r, SHORT), r.choice((100, 100, 400))).turns[0][0])
+    if k < 0.8:
+        return {"prompt": prompts.records(r)}
+    if k < 0.92:
+        return {"prompt": prompts.code(r)}
+    return asked(retrieval(r, int(250 * 12 ** r.random())))  # 250 .. 3,000 tokens
+
+
+def chat(r):
+    return gen.task(r, "story" if r.random() < 0.5 else gen.pick(r, SHORT), 400).turns[0][0]
+
+
+def bench(each, seed):
+    makers = {"story": prompts.story, "chat": lambda r: prompts.chat(chat(r)), "json": prompts.records,
+              "code": prompts.code, "retrieval-1k": lambda r: prompts.chat(retrieval(r, 1000)),
+              "retrieval-16k": lambda r: prompts.chat(retrieval(r, 16000))}
+    for name, make in makers.items():
+        r = random.Random(gen.EVAL_SEED + 70000 + 1000000 * seed)
+        for _ in range(each):
+            yield {"class": name, "prompt": make(r)}
+
+
+def main():
+    if len(sys.argv) not in (3, 4) or sys.argv[1] not in ("train", "bench"):
+        sys.exit(__doc__)
+    if not all(a.isdigit() for a in sys.argv[2:]):
+        sys.exit(__doc__)
+    number, seed = int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) == 4 else 0
+    r = random.Random(gen.EVAL_SEED // 2 + 1000000 * (seed + 1))  # neither the model's training nor its calibration
+    for line in bench(number, seed) if sys.argv[1] == "bench" else (sample(r) for _ in range(number)):
+        print(json.dumps(line, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()
