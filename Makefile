@@ -60,7 +60,7 @@ $(B)/fuzz_%: tests/fuzz/fuzz_%.c sala.cu kernels.h | $(B)
 
 # What computes little is compiled quickly. (OPT on the command line is for all.)
 QUICK := json settings checkpoint tokenizer formats sampler cuda_host draft_files quantized spec main api
-$(addprefix $(B)/test_,$(QUICK)) $(addprefix $(B)/,$(FUZZ)) $(B)/make_models: OPT = -O1
+$(addprefix $(B)/test_,$(QUICK)) $(addprefix $(B)/,$(FUZZ)) $(B)/make_models $(B)/make_soar_set: OPT = -O1
 
 # The CUDA simulator: the driver and NVRTC in one library. It and its tests need a C++ compiler; without
 # one they are skipped.
@@ -89,6 +89,10 @@ $(B)/check_kernels: tools/check_kernels.c sala.h sala.cu kernels.h | $(B)
 # Models with random numbers in the layouts of 4-bit checkpoints, see tools/make_models.c.
 $(B)/make_models: tools/make_models.c tests/quant_files.h sala.h kernels.h | $(B)
 	$(CC) $(CFLAGS) -MF $@.d -o $@ $< $(LDLIBS)
+
+# Requests for sala bench --soar, see tools/make_soar_set.c.
+$(B)/make_soar_set: tools/make_soar_set.c tools/soar.h tools/cli.h sala.h kernels.h | $(B)
+	$(CC) $(CFLAGS) -DSALA_STATIC -MF $@.d -o $@ $< $(LDLIBS)
 
 $(B)/fp4_probe: tools/fp4_probe.c sala.h sala.cu kernels.h | $(B)
 	$(CC) $(CFLAGS) -MF $@.d -o $@ $< $(LDLIBS)
