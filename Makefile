@@ -59,7 +59,7 @@ $(B)/fuzz_%: tests/fuzz/fuzz_%.c sala.cu kernels.h | $(B)
 	$(CC) $(CFLAGS) -DREPLAY -DSALA_STATIC -MF $@.d -o $@ $< $(LDLIBS)
 
 # What computes little is compiled quickly. (OPT on the command line is for all.)
-QUICK := json settings checkpoint tokenizer formats sampler cuda_host draft_files quantized spec main api
+QUICK := json settings checkpoint tokenizer formats sampler cuda_host draft_files quantized spec main api bench
 $(addprefix $(B)/test_,$(QUICK)) $(addprefix $(B)/,$(FUZZ)) $(B)/make_models $(B)/make_soar_set: OPT = -O1
 
 # The CUDA simulator: the driver and NVRTC in one library. It and its tests need a C++ compiler; without
@@ -76,8 +76,8 @@ $(B)/test_sim: tests/sim/selftest.cu tests/sim/selftest.h
 
 -include $(B)/*.d
 
-test: $(SALA) $(B)/make_models $(addprefix $(B)/,$(TESTS) $(FUZZ))
-	SALA=./$(SALA) MAKE_MODELS=$(B)/make_models SALA_SIM=$(B)/libsala_sim.so EXTRA="$(EXTRA)" sh tests/run.sh $(addprefix $(B)/,$(TESTS) $(FUZZ))
+test: $(SALA) $(B)/make_models $(B)/make_soar_set $(addprefix $(B)/,$(TESTS) $(FUZZ))
+	SALA=./$(SALA) MAKE_MODELS=$(B)/make_models MAKE_SOAR_SET=$(B)/make_soar_set SALA_SIM=$(B)/libsala_sim.so EXTRA="$(EXTRA)" sh tests/run.sh $(addprefix $(B)/,$(TESTS) $(FUZZ))
 
 # Kernels for all targets, compiled by NVRTC without a GPU: registers, shared memory, spills.
 check-kernels: $(B)/check_kernels

@@ -127,7 +127,10 @@ static int bench_context(bench *b, cli_args *a) {
     a->options.max_sequences = 1;
     int64_t most =
         model ? context_limit(a, model, a->options.context ? a->options.context : 1 << 20) : 0;
-    int code = most > b->gen + 1 ? CLI_OK : CLI_FAILED;
+    int code = most > 0 ? CLI_OK : CLI_FAILED;
+    if (most > 0 && most <= b->gen + 1)
+        code = cli_fail(CLI_FAILED, "%lld tokens are no context for --gen-tokens %lld",
+                        (long long)most, (long long)b->gen);
     a->options.context = a->options.kv_tokens = most;
     if (code == CLI_OK) b->engine = cli_open(a);
     if (code == CLI_OK && !b->engine) code = a->code;
