@@ -5,8 +5,6 @@
     model_response has, end tokens ignored. Forced lengths make a model repeat itself, and repetitions are what n-grams
     guess best; so the second row, `natural`, asks the same by the chat template and lets answers end, and no gain of
     speculation is shown without it. Every run of a row must give the same tokens. */
-#include <sys/resource.h>
-
 #include "soar_set.h"
 
 #define SOAR_LEVELS 8
@@ -37,41 +35,16 @@ typedef struct soar_bench {
     double accuracy;       // overall of --eval; 0: not given
 } soar_bench;
 
-// ---- memory ----
+// ---- running ----
 
-// Where the command line is silent: memory for as many of the largest requests as there may be at once, or for what
-// fits; requests wait for each other then.
-static void soar_plan(soar_bench *x, const char *model) {
-    sala_options *o = &x->a->options;
-    double *need = (double *)cli_resize(NULL, (size_t)x->set.count * sizeof *need), sum = 0;
+static int soar_most(const soar_bench *x) { // requests that there may be at once
     int most = 1;
     for (int i = 0; i < x->level_count; i++) {
         int n = x->level[i] && x->level[i] < x->set.count ? x->level[i] : x->set.count;
-        most = n < most ? most : n < 256 ? n : 256;
+        if (n > most) most = n;
     }
-    for (int i = 0; i < x->set.count; i++) { // tokens of the longer of its two rows, in whole pages
-        const soar_item *it = &x->set.items[i];
-        int64_t natural = it->chat + (x->b->natural_tokens ? x->b->natural_tokens : it->output);
-        need[i] =
-            ceil((double)(it->text && natural > it->prompt + it->output ? natural
-                                                                        : it->prompt + it->output) /
-                 64) *
-            64;
-    }
-    soar_sort(need, x->set.count);
-    if (!o->max_sequences) o->max_sequences = most;
-    if (!o->context) o->context = (int64_t)need[x->set.count - 1];
-    for (int i = 0; i < most; i++) sum += need[x->set.count - 1 - i];
-    free(need);
-    if (o->kv_tokens) return;
-    sala_info info;
-    sala_error err;
-    o->kv_tokens = (int64_t)fmax(sum, (double)o->context);
-    while (o->kv_tokens > o->context && sala_plan(model, o, &info, &err) == SALA_E_MEMORY)
-        o->kv_tokens = (int64_t)fmax(0.8 * (double)o->kv_tokens, (double)o->context);
+    return most;
 }
-
-// ---- running ----
 
 // The prompt of a request, made inside the time that is measured. Returns an exit code.
 static int soar_prompt(soar_bench *x, soar_item *it, sala_request *ask, int32_t **tokens) {
@@ -203,9 +176,10 @@ static void soar_percentiles(soar_bench *x, int of_first, double out[3]) {
     int n = 0;
     for (int i = 0; i < x->set.count; i++) {
         const soar_item *it = &x->set.items[i];
-        double tokens = (double)(it->got.size / sizeof(int32_t));
+        size_t tokens = it->got.size / sizeof(int32_t);
         if (of_first || tokens > 1)
-            all[n++] = of_first ? it->first - it->sent : (it->last - it->first) / (tokens - 1);
+            all[n++] =
+                of_first ? it->first - it->sent : (it->last - it->first) / (double)(tokens - 1);
     }
     soar_sort(all, n);
     for (int k = 0; k < 3; k++) out[k] = soar_percentile(all, n, percents[k]);
@@ -331,13 +305,6 @@ static void soar_print_score(const soar_bench *x, int natural) {
                x->accuracy);
     else
         printf(" score %.2f x C (C: --eval)\n", score);
-}
-
-// Bytes of memory: taken of the device so far, or resident at most.
-static double bench_peak(sala *s) {
-    struct rusage use;
-    if (s->on_gpu) return (double)bench_memory_taken(s);
-    return getrusage(RUSAGE_SELF, &use) == 0 ? 1024.0 * (double)use.ru_maxrss : 0;
 }
 
 static void soar_print(const soar_bench *x, const sala_info *info) {
@@ -479,7 +446,7 @@ static int bench_soar(bench *b, cli_args *a) { // returns an exit code
     if (code == CLI_OK && b->baseline) code = soar_read_json(x, b->baseline, 0);
     if (code == CLI_OK && b->eval) code = soar_read_json(x, b->eval, 1);
     if (code == CLI_OK) {
-        soar_plan(x, model);
+        soar_plan(&x->set, a, model, soar_most(x), b->natural_tokens);
         b->engine = cli_open(a);
         code = b->engine ? soar_all(x) : a->code;
         cli_progress_clear();

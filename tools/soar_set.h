@@ -160,4 +160,30 @@ static int soar_read(soar_set *x, const char *path, int wanted, const char *mode
     return code ? code : soar_order(x, wanted ? wanted : x->count);
 }
 
+// Where the command line is silent: memory for the `most` largest requests at once, or for what fits; requests wait for
+// each other then. `natural_tokens`: the longest natural answer, 0: as the forced one.
+static void soar_plan(const soar_set *x, cli_args *a, const char *model, int most,
+                      int64_t natural_tokens) {
+    sala_options *o = &a->options;
+    double *need = (double *)cli_resize(NULL, (size_t)x->count * sizeof *need), sum = 0;
+    for (int i = 0; i < x->count; i++) { // tokens of the longer of its two rows, in whole pages
+        const soar_item *it = &x->items[i];
+        int64_t raw = it->prompt + it->output,
+                natural = it->chat + (natural_tokens ? natural_tokens : it->output);
+        need[i] = ceil((double)(it->text && natural > raw ? natural : raw) / 64) * 64;
+    }
+    soar_sort(need, x->count);
+    if (most > 256) most = 256;
+    if (!o->max_sequences) o->max_sequences = most;
+    if (!o->context) o->context = (int64_t)need[x->count - 1];
+    for (int i = 0; i < most; i++) sum += need[x->count - 1 - i];
+    free(need);
+    if (o->kv_tokens) return;
+    sala_info info;
+    sala_error err;
+    o->kv_tokens = (int64_t)fmax(sum, (double)o->context);
+    while (o->kv_tokens > o->context && sala_plan(model, o, &info, &err) == SALA_E_MEMORY)
+        o->kv_tokens = (int64_t)fmax(0.8 * (double)o->kv_tokens, (double)o->context);
+}
+
 #endif
