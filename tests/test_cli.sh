@@ -827,7 +827,7 @@ t_bench_context() {
         prints '^context,prompt_tokens,prefill_seconds,prefill_tokens_per_second,decode_tokens,' &&
         prints '^2048,2040,[0-9.]*,[0-9.]*,7,' && prints '^2100,45,[0-9.]*,[0-9.]*,7,' &&
         exits 1 bench -q --context --max-context 64 && says '64 tokens are no context for --gen-tokens 64' && silent &&
-        exits 2 bench --context --concurrency 1 && says 'go with --soar, not with --context' &&
+        exits 2 bench --context --spec all && says '^sala: --spec all does not go with --context' &&
         exits 2 bench --max-context many && says '^sala: --max-context is "many"' &&
         exits 0 bench -q --context --max-context 1G --gen-tokens 8 --chunk 64 --memory-limit 4500K --spec ngram --json &&
         says 'the series ends at [0-9]* tokens' && is_json "$work/out" && prints '"rows": \[{"context": [0-9]*, [^{]*}\]'

@@ -442,23 +442,24 @@ static int bench_scenario_option(bench *b, cli_args *a, int id) {
     return CLI_OK;
 }
 
-// The whole commands bench --soar and bench --context. Returns an exit code.
-static int bench_scenario(bench *b, cli_args *a) {
+// What does not go together with --soar and --context. Returns an exit code.
+static int bench_scenario_check(const bench *b) {
+    int scenario = b->soar || b->context, others = b->gemm || b->text || b->sampled || b->fill ||
+                                                   b->chains || b->kernels || b->parallel > 1 ||
+                                                   b->repeat || b->goals || b->prompts;
+    if (!b->soar && b->of_soar)
+        return cli_fail(CLI_USAGE,
+                        "--concurrency, --num-prompts, --natural-tokens, --baseline, --eval and "
+                        "--spec-test go with --soar");
     if (b->soar && b->context) return cli_fail(CLI_USAGE, "give --soar or --context, not both");
-    if (b->gemm || b->text || b->sampled || b->fill || b->kernels || b->parallel > 1 || b->repeat ||
-        b->goals)
+    if (scenario && others)
         return cli_fail(CLI_USAGE, "--soar and --context go with none of the other measurements");
-    if (b->context && (b->spec || b->of_soar))
-        return cli_fail(
-            CLI_USAGE, "--spec all, --concurrency and the like go with --soar, not with --context");
+    if (b->context && b->spec) return cli_fail(CLI_USAGE, "--spec all does not go with --context");
     if (b->spec_test && !b->spec)
         return cli_fail(
             CLI_USAGE,
             "--spec-test goes with --spec all: the plain run tells which drafts are right");
-    if (!b->concurrency) b->concurrency = "1,8,max";
-    if (b->spec || !a->options.spec) a->options.spec = b->spec ? "auto" : "off";
-    if (!b->gen) b->gen = 64;
-    return b->soar ? bench_soar(b, a) : bench_context(b, a);
+    return CLI_OK;
 }
 
 static int sala_bench(int argc, char **argv) {
@@ -496,18 +497,12 @@ static int sala_bench(int argc, char **argv) {
         id = -1;
         break;
     }
-    if (id == 0 && (b->soar || b->context)) {
-        a.code = bench_scenario(b, &a);
-        id = -1;
-    }
-    if (id == 0 && b->of_soar)
-        a.code =
-            cli_fail(id = CLI_USAGE, "--concurrency, --num-prompts, --natural-tokens, --baseline, "
-                                     "--eval and --spec-test go with --soar");
+    if (id == 0 && (a.code = bench_scenario_check(b)) != CLI_OK) id = -1;
     if (id == 0 && b->chains && !b->fill)
         a.code = cli_fail(id = CLI_USAGE, "--chains goes with --fill (on a GPU)");
     if (id == 0 && !b->spec && (b->prompts || b->goals))
         a.code = cli_fail(id = CLI_USAGE, "--prompts and --goals go with --spec all");
+    if (!b->concurrency) b->concurrency = "1,8,max";
     if (!b->prompts) b->prompts = "tests/data/spec_prompts.jsonl";
     if (!b->gen) b->gen = b->spec ? 160 : 64;
     if (!b->repeat) b->repeat = b->spec ? 2 : 5;
@@ -515,7 +510,9 @@ static int sala_bench(int argc, char **argv) {
         a.code = cli_fail(id = CLI_USAGE,
                           "--spec all goes neither with --gemm, --tokenize nor --sampled");
     if (b->spec || !a.options.spec) a.options.spec = b->spec || b->chains ? "auto" : "off";
-    if (id == 0) {
+    if (id == 0 && (b->soar || b->context)) {
+        a.code = b->soar ? bench_soar(b, &a) : bench_context(b, &a);
+    } else if (id == 0) {
         int64_t need = b->prompt + b->gen * (b->chains ? SALA_MAX_PATH : 1) + 1;
         if (b->spec && !a.options.synthetic) need = 8192; // the prompts of a file
         if (!a.options.context) a.options.context = need;
