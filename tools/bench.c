@@ -462,6 +462,21 @@ static int bench_scenario_check(const bench *b) {
     return CLI_OK;
 }
 
+// All but --soar and --context, with room for sequences of `need` tokens. Returns an exit code.
+static int bench_measure(bench *b, cli_args *a, int64_t need) {
+    sala_options *o = &a->options;
+    if (!o->context) o->context = need;
+    if (!o->max_sequences) o->max_sequences = (int)b->parallel;
+    if (!o->kv_tokens) o->kv_tokens = (need + 64) * b->parallel;
+    if (o->kv_tokens < o->context) o->kv_tokens = o->context;
+    b->engine = cli_open(a);
+    if (!b->engine) return a->code;
+    if (!b->engine->on_gpu && (b->fill || b->kernels))
+        return cli_fail(CLI_USAGE, "--fill and --kernels need a GPU: this is the CPU");
+    if (b->spec) return bench_spec(b, a->json);
+    return b->text ? bench_tokenize(b) : bench_run(b, a);
+}
+
 static int sala_bench(int argc, char **argv) {
     cli_args a;
     bench *b = (bench *)cli_resize(NULL, sizeof *b);
@@ -510,22 +525,13 @@ static int sala_bench(int argc, char **argv) {
         a.code = cli_fail(id = CLI_USAGE,
                           "--spec all goes neither with --gemm, --tokenize nor --sampled");
     if (b->spec || !a.options.spec) a.options.spec = b->spec || b->chains ? "auto" : "off";
-    if (id == 0 && (b->soar || b->context)) {
-        a.code = b->soar ? bench_soar(b, &a) : bench_context(b, &a);
-    } else if (id == 0) {
+    if (id == 0) {
         int64_t need = b->prompt + b->gen * (b->chains ? SALA_MAX_PATH : 1) + 1;
         if (b->spec && !a.options.synthetic) need = 8192; // the prompts of a file
-        if (!a.options.context) a.options.context = need;
-        if (!a.options.max_sequences) a.options.max_sequences = (int)b->parallel;
-        if (!a.options.kv_tokens) a.options.kv_tokens = (need + 64) * b->parallel;
-        if (a.options.kv_tokens < a.options.context) a.options.kv_tokens = a.options.context;
-        b->engine = cli_open(&a);
-        if (b->engine && !b->engine->on_gpu && (b->fill || b->kernels))
-            a.code = cli_fail(CLI_USAGE, "--fill and --kernels need a GPU: this is the CPU");
-        else if (b->engine && b->spec)
-            a.code = bench_spec(b, a.json);
-        else if (b->engine)
-            a.code = b->text ? bench_tokenize(b) : bench_run(b, &a);
+        if (b->soar)
+            a.code = bench_soar(b, &a);
+        else
+            a.code = b->context ? bench_context(b, &a) : bench_measure(b, &a, need);
     }
     sala_close(b->engine);
     free(b);
