@@ -59,8 +59,8 @@ $(B)/fuzz_%: tests/fuzz/fuzz_%.c sala.cu kernels.h | $(B)
 	$(CC) $(CFLAGS) -DREPLAY -DSALA_STATIC -MF $@.d -o $@ $< $(LDLIBS)
 
 # What computes little is compiled quickly. (OPT on the command line is for all.)
-QUICK := json settings checkpoint tokenizer formats sampler cuda_host draft_files quantized spec main api session
-$(addprefix $(B)/test_,$(QUICK)) $(addprefix $(B)/,$(FUZZ)) $(B)/make_models: OPT = -O1
+QUICK := json settings checkpoint tokenizer formats sampler cuda_host draft_files quantized spec main api session bench
+$(addprefix $(B)/test_,$(QUICK)) $(addprefix $(B)/,$(FUZZ)) $(B)/make_models $(B)/make_soar_set: OPT = -O1
 
 # The CUDA simulator: the driver and NVRTC in one library. It and its tests need a C++ compiler; without
 # one they are skipped.
@@ -76,8 +76,8 @@ $(B)/test_sim: tests/sim/selftest.cu tests/sim/selftest.h
 
 -include $(B)/*.d
 
-test: $(SALA) $(B)/make_models $(addprefix $(B)/,$(TESTS) $(FUZZ))
-	SALA=./$(SALA) MAKE_MODELS=$(B)/make_models SALA_SIM=$(B)/libsala_sim.so EXTRA="$(EXTRA)" sh tests/run.sh $(addprefix $(B)/,$(TESTS) $(FUZZ))
+test: $(SALA) $(B)/make_models $(B)/make_soar_set $(addprefix $(B)/,$(TESTS) $(FUZZ))
+	SALA=./$(SALA) MAKE_MODELS=$(B)/make_models MAKE_SOAR_SET=$(B)/make_soar_set SALA_SIM=$(B)/libsala_sim.so EXTRA="$(EXTRA)" sh tests/run.sh $(addprefix $(B)/,$(TESTS) $(FUZZ))
 
 # Kernels for all targets, compiled by NVRTC without a GPU: registers, shared memory, spills.
 check-kernels: $(B)/check_kernels
@@ -89,6 +89,10 @@ $(B)/check_kernels: tools/check_kernels.c sala.h sala.cu kernels.h | $(B)
 # Models with random numbers in the layouts of 4-bit checkpoints, see tools/make_models.c.
 $(B)/make_models: tools/make_models.c tests/quant_files.h sala.h kernels.h | $(B)
 	$(CC) $(CFLAGS) -MF $@.d -o $@ $< $(LDLIBS)
+
+# Requests for sala bench --soar, see tools/make_soar_set.c.
+$(B)/make_soar_set: tools/make_soar_set.c tools/soar.h tools/cli.h sala.h kernels.h | $(B)
+	$(CC) $(CFLAGS) -DSALA_STATIC -MF $@.d -o $@ $< $(LDLIBS)
 
 $(B)/fp4_probe: tools/fp4_probe.c sala.h sala.cu kernels.h | $(B)
 	$(CC) $(CFLAGS) -MF $@.d -o $@ $< $(LDLIBS)
@@ -125,7 +129,7 @@ tiny-test: $(SALA) $(B)/sala_fp32
 $(B)/sala_fp32: main.c sala.cu kernels.h | $(B)
 	$(CC) $(CFLAGS) -DSALA_ACT_FP32 -MF $@.d -o $@ main.c $(LDLIBS)
 
-# What only a GPU can tell. STAGE: kernels, engine, sanitizer, needles, bench, prefill, four, spec, dump, sessions, accuracy, train
+# What only a GPU can tell. STAGE: kernels, engine, sanitizer, needles, bench, prefill, four, spec, soar, dump, sessions, accuracy, train
 # or all (the default).
 gpu-test:
 	sh tools/gpu_check.sh $(STAGE)
@@ -147,7 +151,7 @@ help:
 	@echo "make lossless-test  10,000 tokens with every kind of draft against plain decoding (DEVICE=cpu|cuda)"
 	@echo "make draft-test     training of draft heads (needs PyTorch)"
 	@echo "make tiny-test      how sala-tiny was made: PyTorch against the engine, the trainer (needs torch; PYTHON=python3)"
-	@echo "make gpu-test STAGE=all  what only a GPU can tell (kernels engine sanitizer needles bench prefill four spec dump sessions accuracy train)"
+	@echo "make gpu-test STAGE=all  what only a GPU can tell (kernels engine sanitizer needles bench prefill four spec soar dump sessions accuracy train)"
 	@echo "make mutations      plant faults in the kernels and see that the tests notice"
 	@echo "make format   apply .clang-format"
 	@echo "make clean    remove what was built"

@@ -856,6 +856,123 @@ t_dump_interrupted() { # whole shards stay, and a full disk is one error
     [ $? -eq 3 ] && silent && says 'g/features-00000.safetensors: cannot write: ' && lines 1 "$work/err" && [ -z "$(ls "$work/g")" ]
 }
 
+# ---- the SOAR benchmark, speed by context ----
+
+soar_counts() { # lines of so many prompt tokens; of seven Python's seed 1 sends the fourth first, the second last
+    for i in ${*:-10 11 12 1300 14 15 16}; do echo "{\"prompt_tokens\": $i, \"completion_tokens\": 8}"; done
+}
+soar_words() {
+    printf '%s\n' '{"question": "Once upon a time", "model_response": "there was a fox."}' '' \
+        '{"question": "", "prompt": "The cow says: moo, moo, moo,", "model_response": "moo, moo, moo, moo."}' \
+        '{"input": "<li>bell</li> <li>duck</li> <li>", "model_response": "silk</li>"}'
+}
+synthetic_soar() { exits 0 bench -q --synthetic -m $tiny/config.json --soar "$work/set" "$@"; }
+t_bench_soar() { # two rows at every level, drafts beside, the same requests in both forms of the report
+    soar_words >"$work/set"
+    exits 0 bench -q --soar "$work/set" --natural-tokens 6 --spec all --concurrency 2,max &&
+        prints '^3 requests, 0 left out' && [ "$(grep -c '^S2 .* forced  *off\|^Smax .* natural  *auto' "$work/out")" -eq 2 ] &&
+        [ "$(grep -c '^S[2m].* off ' "$work/out")" -eq 4 ] && [ "$(grep -c '^S[2m].* auto ' "$work/out")" -eq 4 ] &&
+        prints '^drafts at Smax: [0-9.]* times as fast on natural answers, [0-9.]* on forced lengths$' &&
+        ! grep -q 'score' "$work/out" &&
+        exits 0 bench -q --soar "$work/set" --natural-tokens 6 --concurrency 0 --json && is_json "$work/out" &&
+        prints '"concurrency": 0, "row": "natural", ' && prints '"concurrency": 0, "row": "forced", ' &&
+        prints '"gains": \[\], "accuracy": null, "score": null'
+}
+t_bench_soar_order() { # the order and the pruning of the toolkit; long prompts do not stop who generates
+    soar_counts >"$work/set" && synthetic_soar --num-prompts 1 --concurrency 1 --json && is_json "$work/out" &&
+        prints '"row": "forced", "seconds": [0-9.]*, "prompt_tokens": 1300, "output_tokens": 8' &&
+        ! prints '"natural",' >/dev/null &&
+        { soar_counts 1 9 && echo '{"prompt_tokens": 9, "completion_tokens": 1}'; } >"$work/set" &&
+        synthetic_soar --concurrency 3 --json && prints '"requests": 1, "left_out": 2' && prints '"prompt_tokens": 9' &&
+        soar_counts 10 1300 12 13 140 15 16 | sed 's/140, "completion_tokens": 8/14, "completion_tokens": 30/' >"$work/set" &&
+        synthetic_soar --concurrency 2 --json && prints '"prompt_tokens": 1380' &&
+        prints '"longest_wait_steps": 1, "prompt_tokens_beside": 512,'
+}
+t_bench_soar_drafts() { # by order, and none is praised for forced lengths alone
+    soar_counts 10 11 12 13 | sed 's/: 8/: 30/' >"$work/set" &&
+        synthetic_soar --num-prompts 3 --concurrency 3 --spec all --spec-test oracle:80 &&
+        prints '^drafts at S3: [0-9.]* times as fast, where they are right as often as was asked for (oracle:80)' &&
+        prints 'trees .* of the steps: [2-9][.0-9]* tokens' && prints '^no natural rows: a model without' &&
+        synthetic_soar --num-prompts 2 --concurrency 1 --spec all && prints '^drafts at S1: no gain is given' &&
+        synthetic_soar --num-prompts 2 --concurrency 1 --spec all --json && prints '"gains": \[\]' &&
+        exits 2 bench --soar "$work/set" --spec-test oracle && says '^sala: --spec-test goes with --spec all' &&
+        exits 2 bench --soar "$work/set" --spec all --spec-test maybe && says '^sala: --spec-test is "maybe"'
+}
+t_bench_soar_score() {
+    soar_counts 10 11 12 13 >"$work/set" && synthetic_soar --num-prompts 2 --json && cp "$work/out" "$work/base" &&
+        sed 's/"seconds": [0-9.]*/"seconds": 1000/g' "$work/base" >"$work/slow" && echo '{"overall": 98.5}' >"$work/eval" &&
+        synthetic_soar --num-prompts 2 --baseline "$work/slow" --eval "$work/eval" &&
+        prints '^forced, 100 x the .*: S1 [0-9]*[0-9]\{4\}[.].* S8 .* Smax .* score [0-9.]*, C = 0.96 by an accuracy of 98.50' &&
+        synthetic_soar --num-prompts 2 --concurrency 1,8 --baseline "$work/base" && prints ' no score: it takes' &&
+        exits 1 bench -q --synthetic -m $tiny/config.json --soar "$work/set" --num-prompts 3 --baseline "$work/base" &&
+        says 'base: of other requests' && silent &&
+        exits 1 bench -q --synthetic -m $tiny/config.json --soar "$work/set" --baseline "$work/eval" && says 'is not what sala bench' &&
+        exits 1 bench -q --synthetic -m $tiny/config.json --soar "$work/set" --eval "$work/base" && says 'is not what sala eval' &&
+        exits 1 bench -q --synthetic -m $tiny/config.json --soar "$work/set" --eval "$work/none" && says 'none: '
+}
+t_bench_soar_files() { # what is wrong with a file is said with its line
+    bad() { # MESSAGE LINES...
+        said=$1 && shift && printf '%s\n' "$@" >"$work/set" &&
+            exits 1 bench -q --soar "$work/set" && says "$said" && silent
+    }
+    good='{"question": "Once upon", "model_response": "a time"}'
+    bad 'set: line 2 lacks a question (or input, or prompt)' "$good" '{"model_response": "x"}' &&
+        bad 'set: line 1 lacks a model_response' '{"question": "x"}' && bad 'set: line 3 lacks a question' "$good" '' '7' &&
+        bad 'line 2: .*set: not valid JSON at byte' "$good" '{"question"' && bad 'set: line 1 lacks a quest' '{"question": 5, "model_response": "x"}' &&
+        bad 'set: no request with two tokens' '' && bad 'set: no request with' '{"question": "Once upon", "model_response": ""}' &&
+        printf '%s\n' '{"prompt_tokens": 5}' >"$work/set" &&
+        exits 1 bench -q --synthetic -m $tiny/config.json --soar "$work/set" && says 'line 1 lacks prompt_tokens or completion_tokens' &&
+        exits 1 bench -q --soar "$work/none" && says 'none: cannot open' && echo "$good" >"$work/set" &&
+        exits 2 bench --soar "$work/set" --concurrency 1,two && says "concurrency: 'two' is not a whole number" &&
+        exits 2 bench --soar "$work/set" --concurrency 1,,8 && says "concurrency: '' is not" &&
+        exits 2 bench --soar "$work/set" --concurrency 1,2,3,4,5,6,7,8,9 && says 'at most 8 levels' &&
+        exits 2 bench --soar "$work/set" --num-prompts 0 && says "num-prompts: '0'" && exits 2 bench --concurrency 1 && says 'go with --soar' &&
+        exits 2 bench --soar "$work/set" --gemm && says 'none of the other measurements' &&
+        exits 2 bench --soar "$work/set" --context && says 'not both' &&
+        exits 1 bench -q --soar "$work/set" --max-context 4 && says 'set: line 1: the prompt ([0-9]* tokens) and max-tokens .* --context'
+}
+t_make_soar_set() { # text of the length that is asked for, counted as the program counts it
+    maker=${MAKE_SOAR_SET:-build/make_soar_set}
+    [ -x "$maker" ] || { echo "make $maker first" && return 1; }
+    "$maker" -q --lengths 20:8,9:30 --count 5 >"$work/out" && lines 5 "$work/out" && prints '{"index": 3, "prompt_tokens": 9, "completion_tokens": 30}' &&
+        "$maker" -q --lengths v2 --count 50 >"$work/a" && "$maker" -q --count 50 >"$work/b" && cmp "$work/a" "$work/b" &&
+        "$maker" -q --count 50 --seed 1 >"$work/b" && ! cmp -s "$work/a" "$work/b" && tr -d ,} <"$work/a" |
+        awk '{ in_most += $4 >= 262144; out_least += $6 < 512; bad += $4 < 100 || $4 >= 524288 || $6 < 10 || $6 >= 32768 }
+            END { exit !(NR == 50 && in_most >= 8 && in_most <= 9 && out_least == 29 && !bad) }' &&
+        head -c 9000 README.md | "$maker" -q -m $tiny --text - --lengths 40:6 --count 4 >"$work/set" && lines 4 "$work/set" &&
+        exits 0 bench -q --soar "$work/set" --concurrency max --natural-tokens 2 --json &&
+        in=$(field prompt_tokens) && out=$(field output_tokens) && [ "$in" ] &&
+        sum() { sed -n "s/.*\"$1\": \([0-9]*\).*/\1/p" "$work/set" | awk '{ n += $1 } END { print n }'; } &&
+        prints "\"row\": \"forced\", \"seconds\": [0-9.]*, \"prompt_tokens\": $(sum prompt_tokens), \"output_tokens\": $(sum completion_tokens)," &&
+        [ "$(sum prompt_tokens)" -ge 156 ] && [ "$(sum prompt_tokens)" -le 168 ] &&
+        ! "$maker" --lengths 5 2>"$work/err" && says 'neither v1, v2 nor IN:OUT' && ! "$maker" --text README.md 2>"$work/err" &&
+        says 'go together' && : >"$work/empty" && ! "$maker" -m $tiny --text "$work/empty" 2>"$work/err" && says 'there is no text in it'
+}
+t_bench_context() {
+    exits 0 bench -q --context --max-context 2100 --gen-tokens 8 && lines 3 "$work/out" &&
+        prints '^context,prompt_tokens,prefill_seconds,prefill_tokens_per_second,decode_tokens,' &&
+        prints '^2048,2040,[0-9.]*,[0-9.]*,7,' && prints '^2100,45,[0-9.]*,[0-9.]*,7,' &&
+        exits 1 bench -q --context --max-context 64 && says '64 tokens are no context for --gen-tokens 64' && silent &&
+        exits 2 bench --context --spec all && says '^sala: --spec all does not go with --context' &&
+        exits 2 bench --max-context many && says '^sala: --max-context is "many"' &&
+        exits 0 bench -q --context --max-context 1G --gen-tokens 8 --chunk 64 --memory-limit 4500K --spec ngram --json &&
+        says 'the series ends at [0-9]* tokens' && is_json "$work/out" && prints '"rows": \[{"context": [0-9]*, [^{]*}\]'
+}
+t_plot() { # the curves of two files, nothing but XML; a file that is none is refused
+    command -v python3 >/dev/null || return 0
+    printf 'context,prefill_tokens_per_second,decode_tokens_per_second\n2048,1000,50\n4096,800,45.5\n' >"$work/a.csv" &&
+        sed 's/45.5/20/; s/50/25/' "$work/a.csv" >"$work/b<&.csv" &&
+        python3 tools/plot.py "$work/a.csv" "$work/b<&.csv" >"$work/out" 2>"$work/err" &&
+        python3 -c "
+import sys, xml.dom.minidom as dom
+svg = dom.parse(sys.argv[1])
+assert len(svg.getElementsByTagName('polyline')) == 4
+assert any('b<&' in t.firstChild.data for t in svg.getElementsByTagName('text'))" "$work/out" &&
+        ! python3 tools/plot.py README.md >"$work/out" 2>"$work/err" && says 'README.md: line 1: no column context' &&
+        printf 'context,decode_tokens_per_second\n2048,x\n' >"$work/a.csv" &&
+        ! python3 tools/plot.py "$work/a.csv" >"$work/out" 2>"$work/err" && says 'a.csv: line 2: ' && silent
+}
+
 # ---- all of them ----
 
 for test in $(sed -n 's/^\(t_[a-z_]*\)() .*/\1/p' tests/test_cli.sh); do

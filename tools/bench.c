@@ -21,7 +21,16 @@ enum {
     BENCH_NO_ROOFLINE,
     BENCH_SPEC,
     BENCH_PROMPTS,
-    BENCH_GOALS
+    BENCH_GOALS,
+    BENCH_SOAR, // of --soar and --context, up to the last one
+    BENCH_CONCURRENCY,
+    BENCH_NUM_PROMPTS,
+    BENCH_NATURAL,
+    BENCH_BASELINE,
+    BENCH_EVAL,
+    BENCH_SPEC_TEST,
+    BENCH_CONTEXT,
+    BENCH_MAX_CONTEXT
 };
 
 static const cli_option bench_options[] = {
@@ -51,6 +60,23 @@ static const cli_option bench_options[] = {
      "of --spec all: lines {\"class\": .., \"prompt\": ..} (default "
      "tests/data/spec_prompts.jsonl)"},
     {BENCH_GOALS, "goals", NULL, "of --spec all: for developers, fail where a goal is missed"},
+    {BENCH_SOAR, "soar", "FILE",
+     "the speed test of the SOAR contest: lines {\"question\": .., \"model_response\": ..}; "
+     "(synthetic) {\"prompt_tokens\": .., \"completion_tokens\": ..}"},
+    {BENCH_CONCURRENCY, "concurrency", "LIST",
+     "of --soar: requests at once; 0 or max: all (default 1,8,max)"},
+    {BENCH_NUM_PROMPTS, "num-prompts", "N", "of --soar: only the first N, once shuffled"},
+    {BENCH_NATURAL, "natural-tokens", "N",
+     "of --soar: the longest natural answer (default: as long as the forced one)"},
+    {BENCH_BASELINE, "baseline", "FILE", "of --soar: an earlier --json, for the score"},
+    {BENCH_EVAL, "eval", "FILE", "of --soar: a --json of sala eval, for the score"},
+    {BENCH_SPEC_TEST, "spec-test", "KIND",
+     "of --soar with --spec all: drafts by order, oracle:P (right with P %), oracle, random or "
+     "adversarial"},
+    {BENCH_CONTEXT, "context", NULL,
+     "tokens a second by context, 2K, 4K ... 1M, in one sequence that grows; prints CSV"},
+    {BENCH_MAX_CONTEXT, "max-context", "N",
+     "where --context ends (default 1M, or what fits); else the longest sequence"},
     {CLI_JSON, "json", NULL, "print one JSON object"},
     {0, NULL, NULL, NULL},
 };
@@ -87,7 +113,10 @@ typedef struct bench {
     const char *text; // file to encode
     int spec, goals;  // --spec all, --goals
     const char *prompts;
-    sala_timings drafts; // of all requests
+    const char *soar, *concurrency, *baseline, *eval, *spec_test; // --soar and what belongs to it
+    int64_t num_prompts, natural_tokens;
+    int context, of_soar; // --context; an option of --soar was there
+    sala_timings drafts;  // of all requests
     sala *engine;
     bench_shape shapes[BENCH_SHAPES];
     int shape_count, blas_rows;
@@ -308,6 +337,8 @@ static void bench_print(const bench *b, int json) {
 
 #include "bench_gemm.c"
 #include "bench_spec.c"
+#include "bench_soar.c"
+#include "bench_context.c"
 
 static int bench_tokenize(bench *b) { // megabytes a second of sala_tokenize
     cli_buffer text = {0};
@@ -386,6 +417,66 @@ static int bench_run(bench *b, cli_args *a) {
     return code;
 }
 
+// One option of --soar or --context. Returns an exit code.
+static int bench_scenario_option(bench *b, cli_args *a, int id) {
+    sala_error err;
+    b->of_soar |= id > BENCH_SOAR && id < BENCH_CONTEXT;
+    switch (id) {
+    case BENCH_SOAR: b->soar = a->value; break;
+    case BENCH_CONCURRENCY: b->concurrency = a->value; break;
+    case BENCH_BASELINE: b->baseline = a->value; break;
+    case BENCH_EVAL: b->eval = a->value; break;
+    case BENCH_CONTEXT: b->context = 1; break;
+    case BENCH_NUM_PROMPTS:
+        return cli_integer("num-prompts", a->value, 1, INT32_MAX, &b->num_prompts);
+    case BENCH_NATURAL:
+        return cli_integer("natural-tokens", a->value, 1, 1 << 30, &b->natural_tokens);
+    case BENCH_SPEC_TEST:
+        b->spec_test = a->value;
+        if (sala_set_option(&a->options, "spec-test", a->value, &err) == 0) break;
+        return cli_fail(CLI_USAGE, "--%s", err.text);
+    default: // BENCH_MAX_CONTEXT
+        if (sala_set_option(&a->options, "context", a->value, &err) == 0) break;
+        return cli_fail(CLI_USAGE, "--max-%s", err.text);
+    }
+    return CLI_OK;
+}
+
+// What does not go together with --soar and --context. Returns an exit code.
+static int bench_scenario_check(const bench *b) {
+    int scenario = b->soar || b->context, others = b->gemm || b->text || b->sampled || b->fill ||
+                                                   b->chains || b->kernels || b->parallel > 1 ||
+                                                   b->repeat || b->goals || b->prompts;
+    if (!b->soar && b->of_soar)
+        return cli_fail(CLI_USAGE,
+                        "--concurrency, --num-prompts, --natural-tokens, --baseline, --eval and "
+                        "--spec-test go with --soar");
+    if (b->soar && b->context) return cli_fail(CLI_USAGE, "give --soar or --context, not both");
+    if (scenario && others)
+        return cli_fail(CLI_USAGE, "--soar and --context go with none of the other measurements");
+    if (b->context && b->spec) return cli_fail(CLI_USAGE, "--spec all does not go with --context");
+    if (b->spec_test && !b->spec)
+        return cli_fail(
+            CLI_USAGE,
+            "--spec-test goes with --spec all: the plain run tells which drafts are right");
+    return CLI_OK;
+}
+
+// All but --soar and --context, with room for sequences of `need` tokens. Returns an exit code.
+static int bench_measure(bench *b, cli_args *a, int64_t need) {
+    sala_options *o = &a->options;
+    if (!o->context) o->context = need;
+    if (!o->max_sequences) o->max_sequences = (int)b->parallel;
+    if (!o->kv_tokens) o->kv_tokens = (need + 64) * b->parallel;
+    if (o->kv_tokens < o->context) o->kv_tokens = o->context;
+    b->engine = cli_open(a);
+    if (!b->engine) return a->code;
+    if (!b->engine->on_gpu && (b->fill || b->kernels))
+        return cli_fail(CLI_USAGE, "--fill and --kernels need a GPU: this is the CPU");
+    if (b->spec) return bench_spec(b, a->json);
+    return b->text ? bench_tokenize(b) : bench_run(b, a);
+}
+
 static int sala_bench(int argc, char **argv) {
     cli_args a;
     bench *b = (bench *)cli_resize(NULL, sizeof *b);
@@ -412,6 +503,7 @@ static int sala_bench(int argc, char **argv) {
         if (id == BENCH_NO_ROOFLINE) b->roofline = 0;
         if (id == BENCH_PROMPTS) b->prompts = a.value;
         if (id == BENCH_GOALS) b->goals = 1;
+        if (id >= BENCH_SOAR) code = bench_scenario_option(b, &a, id);
         if (id == BENCH_SPEC) b->spec = strcmp(a.value, "all") == 0;
         if (id == BENCH_SPEC && !b->spec && sala_set_option(&a.options, "spec", a.value, &err) < 0)
             code = cli_fail(CLI_USAGE, "--%s all", err.text); // its list of kinds comes last
@@ -420,10 +512,12 @@ static int sala_bench(int argc, char **argv) {
         id = -1;
         break;
     }
+    if (id == 0 && (a.code = bench_scenario_check(b)) != CLI_OK) id = -1;
     if (id == 0 && b->chains && !b->fill)
         a.code = cli_fail(id = CLI_USAGE, "--chains goes with --fill (on a GPU)");
     if (id == 0 && !b->spec && (b->prompts || b->goals))
         a.code = cli_fail(id = CLI_USAGE, "--prompts and --goals go with --spec all");
+    if (!b->concurrency) b->concurrency = "1,8,max";
     if (!b->prompts) b->prompts = "tests/data/spec_prompts.jsonl";
     if (!b->gen) b->gen = b->spec ? 160 : 64;
     if (!b->repeat) b->repeat = b->spec ? 2 : 5;
@@ -435,19 +529,12 @@ static int sala_bench(int argc, char **argv) {
     if (id == 0) {
         int64_t need = b->prompt + b->gen * (b->chains ? SALA_MAX_PATH : 1) + 1;
         if (b->spec && !a.options.synthetic) need = 8192; // the prompts of a file
-        if (!a.options.context) a.options.context = need;
-        if (!a.options.max_sequences) a.options.max_sequences = (int)b->parallel;
-        if (!a.options.kv_tokens) a.options.kv_tokens = (need + 64) * b->parallel;
-        if (a.options.kv_tokens < a.options.context) a.options.kv_tokens = a.options.context;
-        b->engine = cli_open(&a);
-        if (b->engine && !b->engine->on_gpu && (b->fill || b->kernels))
-            a.code = cli_fail(CLI_USAGE, "--fill and --kernels need a GPU: this is the CPU");
-        else if (b->engine && b->spec)
-            a.code = bench_spec(b, a.json);
-        else if (b->engine)
-            a.code = b->text ? bench_tokenize(b) : bench_run(b, &a);
-        sala_close(b->engine);
+        if (b->soar)
+            a.code = bench_soar(b, &a);
+        else
+            a.code = b->context ? bench_context(b, &a) : bench_measure(b, &a, need);
     }
+    sala_close(b->engine);
     free(b);
     cli_end(&a);
     return a.code;

@@ -1,6 +1,7 @@
 /*  bench_gpu.c - what `sala bench` measures on a GPU beside tokens a second: the read bandwidth of the device, the
     time of each kernel of a step, and contexts whose K/V cache is filled with random numbers instead of a prompt.
     Included by bench.c. */
+#include <sys/resource.h>
 
 // Every page holds random numbers, as if prompts had been read.
 static int bench_fill_cache(sala *s, sala_error *err) {
@@ -60,6 +61,13 @@ static int64_t bench_memory_taken(sala *s) {
     sala__cuda_free_memory(&s->gpu.cuda, &free_mib, &total_mib);
     sala__cuda_leave(&s->gpu.cuda);
     return s->gpu_free + SALA__DRIVER_NEEDS - (int64_t)(free_mib * 1048576);
+}
+
+// Bytes of memory: taken of the device so far, or resident at most.
+static double bench_peak(sala *s) {
+    struct rusage use;
+    if (s->on_gpu) return (double)bench_memory_taken(s);
+    return getrusage(RUSAGE_SELF, &use) == 0 ? 1024.0 * (double)use.ru_maxrss : 0;
 }
 
 // Seconds of one of `count` launches of a recorded pass, back to back.

@@ -9,6 +9,7 @@
 #   sh tools/gpu_check.sh prefill     prompts of 32K to 1M tokens, where their time goes, yardsticks
 #   sh tools/gpu_check.sh four        weights of four bits: kernels, decoding, prompts, products, public kernels beside
 #   sh tools/gpu_check.sh spec        drafts: the same texts, what they bring, what they cost; the verdicts come last
+#   sh tools/gpu_check.sh soar        many requests: the SOAR benchmark, 256 sequences, host time, speed by context to 1M
 #   sh tools/gpu_check.sh sessions    saved and loaded on the device: the same bits; 128K tokens at the disk's speed
 #   sh tools/gpu_check.sh dump        features for a draft head: the same bits, and what they cost beside the prompt alone
 #   sh tools/gpu_check.sh accuracy    what four bits cost sala-tiny in answers and perplexity (tools/accuracy.sh)
@@ -310,6 +311,55 @@ dump() {
     rm -rf build/dump
 }
 
+soar_nine() { # NAME SECONDS FORMAT SET ARGUMENTS...: sala bench --soar of the 9B geometry, its report in NAME.json
+    name=$1
+    limit=$2
+    format=$3
+    set=$4
+    shift 4
+    # shellcheck disable=SC2016 # the inner shell's
+    timely "$name" "$limit" sh -c 'to=$1; shift; ./sala bench -q --json "$@" >"$to"' sh "$out/$name.json" \
+        --device "$device" --synthetic -m "$nine_config" --weights "$format" --soar "$set" "$@"
+}
+
+# SOAR_ORACLE: of 100 drafted tokens so many are right, as a trained head's would be.
+soar() { # ends within 330 s; what was wanted comes last
+    header "many requests"
+    stage_began=$(date +%s)
+    SECONDS_OF_FOUR=330
+    build
+    step build-set 60 make build/make_soar_set
+    rm -f "$out"/soar-*.json "$out"/soar-*.log "$out/context.csv"
+    drafts="--spec all --spec-test oracle:${SOAR_ORACLE:-80} --draft bench/configs/eagle3-437m.json"
+    export SHOW=2
+    for set in one:100:4096:1 eight:100:4096:8 long:60000:512:4 max:100:1024:64 wide:2048:96:128; do
+        lengths=${set#*:}
+        build/make_soar_set -q --lengths "${lengths%:*}" --count "${set##*:}" >"build/soar-${set%%:*}.jsonl"
+    done
+    soar_nine soar-one-bf16 60 bf16 build/soar-one.jsonl --concurrency 1
+    # shellcheck disable=SC2086 # several words
+    soar_nine soar-one 60 nvfp4-head build/soar-one.jsonl --concurrency 1 $drafts
+    soar_nine soar-eight-bf16 70 bf16 build/soar-eight.jsonl --concurrency 8
+    # shellcheck disable=SC2086
+    soar_nine soar-eight 70 nvfp4-head build/soar-eight.jsonl --concurrency 8 $drafts
+    timely_nine soar-256 30 nvfp4-head --no-roofline --fill --prompt-tokens 2048 --gen-tokens 64 --repeat 2 --parallel 256
+    soar_nine soar-wide 50 nvfp4-head build/soar-wide.jsonl --concurrency 96 # prompts come while others generate
+    for n in 1 8 64; do
+        timely_nine "soar-host-$n" 25 nvfp4-head --no-roofline --fill --prompt-tokens 4096 --gen-tokens 100 --repeat 2 \
+            --parallel $n --kernels
+    done
+    # shellcheck disable=SC2086
+    soar_nine soar-long 60 nvfp4-head build/soar-long.jsonl --concurrency 8 $drafts
+    # shellcheck disable=SC2086
+    soar_nine soar-max 50 nvfp4-head build/soar-max.jsonl --concurrency max $drafts
+    # shellcheck disable=SC2016
+    timely soar-context 100 sh -c 'to=$1; shift; ./sala bench -q "$@" >"$to"' sh "$out/context.csv" --context \
+        --device "$device" --synthetic -m "$nine_config" --weights nvfp4-head --max-context 1M --gen-tokens 64
+    [ -s "$out/context.csv" ] && python3 tools/plot.py "$out/context.csv" >"$out/context.svg"
+    unset SHOW SECONDS_OF_FOUR
+    python3 tools/soar_verdicts.py "$out" | tee -a "$out/gpu-check.log"
+}
+
 accuracy() {
     header "accuracy of four bits"
     step build-accuracy 200 make -j4 sala quantize
@@ -342,13 +392,13 @@ train() { # the verdicts on tau come last
 [ $# -gt 0 ] || set -- all
 for stage in "$@"; do
     case $stage in
-    kernels | engine | sanitizer | needles | bench | prefill | four | spec | dump | sessions | accuracy | train) $stage ;;
+    kernels | engine | sanitizer | needles | bench | prefill | four | spec | soar | dump | sessions | accuracy | train) $stage ;;
     all)
-        for each in kernels engine sanitizer needles bench prefill four spec dump sessions accuracy train; do $each; done
+        for each in kernels engine sanitizer needles bench prefill four spec soar dump sessions accuracy train; do $each; done
         ;;
     *)
         echo "gpu_check.sh: there is no stage '$stage'; there are: kernels engine sanitizer needles bench prefill" \
-            "four spec dump sessions accuracy train all" >&2
+            "four spec soar dump sessions accuracy train all" >&2
         exit 2
         ;;
     esac
