@@ -16,4 +16,5 @@ check kernels.h 1150
 check main.c 860
 check tools/quantize.c 1400
 check tools/gptq.h 450
+check tools/bench_soar.c 470
 exit $status
