@@ -877,7 +877,10 @@ t_bench_soar() { # two rows at every level, drafts beside, the same requests in 
         ! grep -q 'score' "$work/out" &&
         exits 0 bench -q --soar "$work/set" --natural-tokens 6 --concurrency 0 --json && is_json "$work/out" &&
         prints '"concurrency": 0, "row": "natural", ' && prints '"concurrency": 0, "row": "forced", ' &&
-        prints '"gains": \[\], "accuracy": null, "score": null'
+        prints '"gains": \[\], "accuracy": null, "score": null' &&
+        echo '{"question": "What does the cow say?", "model_response": "The cow says moo, and moo, and moo."}' >"$work/set" &&
+        exits 0 bench -q --soar "$work/set" --concurrency 1 --json &&
+        prints '"prompt_tokens": 8, "output_tokens": 1[0-9], "ended": 0.*"prompt_tokens": 16, "output_tokens": 6, "ended": 1'
 }
 t_bench_soar_order() { # the order and the pruning of the toolkit; long prompts do not stop who generates
     soar_counts >"$work/set" && synthetic_soar --num-prompts 1 --concurrency 1 --json && is_json "$work/out" &&

@@ -1,5 +1,6 @@
-/*  bench_soar.c - `sala bench --soar FILE`: the speed test of the SOAR contest (OpenBMB/SOAR-Toolkit, bench_serving.sh),
-    without its HTTP server. Included by bench.c; docs/benchmarks.md says what is as there and what is not.
+/*  bench_soar.c - `sala bench --soar FILE`: the speed test of the SOAR contest (OpenBMB/SOAR-Toolkit,
+    bench_serving.sh), without its HTTP server. Included by bench.c; docs/benchmarks.md says what is as there and what
+    is not.
 
     Two rows for each number of requests at once. `forced` is the contest's: the raw prompt, as many tokens as
     model_response has, end tokens ignored. Forced lengths make a model repeat itself, and repetitions are what n-grams

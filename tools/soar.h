@@ -59,7 +59,7 @@ static uint32_t soar_below(soar_random *r, uint32_t n) { // 0 .. n - 1; n > 0
 
 // The order in which random.seed(seed); random.shuffle(list) leaves a list of `count` items: their old places.
 static void soar_shuffle(uint32_t seed, int32_t *order, int count) {
-    soar_random r;
+    soar_random r = {{0}, 0};
     soar_seed(&r, seed);
     for (int i = 0; i < count; i++) order[i] = i;
     for (int i = count - 1; i > 0; i--) {
