@@ -279,14 +279,14 @@ static void test_text(void) {
     c.next.text = " Then";
     c.first.keep = c.r.keep = c.next.keep = 1;
     c.first.max_tokens = 5;
-    c.r.max_tokens = 40;
+    c.r.max_tokens = 30;
     c.r.temperature = 1.5f;
     c.r.repetition_penalty = 1.2f;
     c.r.stop = stops;
     c.r.stop_count = 3;
     c.r.special_text = c.r.ignore_eos = c.first.ignore_eos = c.next.ignore_eos = 1;
     c.next.max_tokens = 4;
-    c.stride = 5;
+    c.stride = 7;
     every_step(&c);
 }
 
@@ -313,8 +313,11 @@ static void test_draft(void) {
     const char *head = write_head("head.json", 300), *other = write_head("other.json", 200);
     for (int way = 0; way < 4; way++) {
         plan c = plan_of(SALA_TINY "/config.json", tokens);
-        c.r.max_tokens = 12;
-        c.stride = way ? 7 : 4;
+        c.r.token_count = 90;
+        c.r.max_tokens = 10;
+        c.next = request_of(tokens + 400, 5, 2);
+        c.next.keep = 1;
+        c.stride = way ? 6 : 3;
         c.a.synthetic = c.b.synthetic = 1;
         c.a.draft = head;
         c.a.spec = "eagle";
