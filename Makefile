@@ -105,7 +105,7 @@ real-test: $(B)/real
 lossless-test: $(B)/lossless
 	$(B)/lossless $(or $(DEVICE),auto)
 
-# What only a GPU can tell. STAGE: kernels, engine, sanitizer, needles, bench, prefill, four, spec, accuracy
+# What only a GPU can tell. STAGE: kernels, engine, sanitizer, needles, bench, prefill, four, spec, reuse, accuracy
 # or all (the default).
 gpu-test:
 	sh tools/gpu_check.sh $(STAGE)
@@ -125,7 +125,7 @@ help:
 	@echo "make check-kernels  compile all kernels for every target (needs NVRTC, no GPU)"
 	@echo "make real-test MODEL=DIR  the released weights against what others saw them do"
 	@echo "make lossless-test  10,000 tokens with every kind of draft against plain decoding (DEVICE=cpu|cuda)"
-	@echo "make gpu-test STAGE=all  what only a GPU can tell (kernels engine sanitizer needles bench prefill four spec accuracy)"
+	@echo "make gpu-test STAGE=all  what only a GPU can tell (kernels engine sanitizer needles bench prefill four spec reuse accuracy)"
 	@echo "make mutations      plant faults in the kernels and see that the tests notice"
 	@echo "make format   apply .clang-format"
 	@echo "make clean    remove what was built"

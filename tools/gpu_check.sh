@@ -9,6 +9,7 @@
 #   sh tools/gpu_check.sh prefill     prompts of 32K to 1M tokens, where their time goes, yardsticks
 #   sh tools/gpu_check.sh four        weights of four bits: kernels, decoding, prompts, products, public kernels beside
 #   sh tools/gpu_check.sh spec        drafts: the same texts, what they bring, what they cost; the verdicts come last
+#   sh tools/gpu_check.sh reuse       prefixes: the same bits, what it costs to leave them, what they save
 #   sh tools/gpu_check.sh accuracy    what four bits cost sala-tiny in answers and perplexity (tools/accuracy.sh)
 #   sh tools/gpu_check.sh all
 #
@@ -288,6 +289,19 @@ spec() { # ends within 270 s; what was wanted comes last
     } | tee -a "$out/gpu-check.log"
 }
 
+reuse() { # copies of the states should cost nothing that can be measured, a prefix of 128K a few milliseconds
+    header "prefix reuse"
+    build
+    SHOW=10 step reuse-kernel 100 build/test_prefill prefill_gla
+    SHOW=10 step reuse-engine 100 build/test_cuda prefix_reuse
+    export SHOW=5
+    nine reuse-none-8k --prompt-tokens 8192 --gen-tokens 4 --repeat 1
+    nine reuse-leaves-8k --prompt-tokens 8192 --gen-tokens 4 --repeat 1 --reuse prefix
+    nine reuse-128k --prompt-tokens 131072 --gen-tokens 4 --repeat 2 --reuse prefix # the best is the second
+    nine reuse-8-of-4k --prompt-tokens 4096 --gen-tokens 64 --parallel 8 --repeat 1 --reuse prefix
+    unset SHOW
+}
+
 accuracy() {
     header "accuracy of four bits"
     step build-accuracy 200 make -j4 sala quantize
@@ -298,13 +312,13 @@ accuracy() {
 [ $# -gt 0 ] || set -- all
 for stage in "$@"; do
     case $stage in
-    kernels | engine | sanitizer | needles | bench | prefill | four | spec | accuracy) $stage ;;
+    kernels | engine | sanitizer | needles | bench | prefill | four | spec | reuse | accuracy) $stage ;;
     all)
-        for each in kernels engine sanitizer needles bench prefill four spec accuracy; do $each; done
+        for each in kernels engine sanitizer needles bench prefill four spec reuse accuracy; do $each; done
         ;;
     *)
         echo "gpu_check.sh: there is no stage '$stage'; there are: kernels engine sanitizer needles bench prefill" \
-            "four spec accuracy all" >&2
+            "four spec reuse accuracy all" >&2
         exit 2
         ;;
     esac
