@@ -129,7 +129,7 @@ tiny-test: $(SALA) $(B)/sala_fp32
 $(B)/sala_fp32: main.c sala.cu kernels.h | $(B)
 	$(CC) $(CFLAGS) -DSALA_ACT_FP32 -MF $@.d -o $@ main.c $(LDLIBS)
 
-# What only a GPU can tell. STAGE: kernels, engine, sanitizer, needles, bench, prefill, four, spec, soar, dump, sessions, accuracy, train
+# What only a GPU can tell. STAGE: kernels, engine, sanitizer, needles, bench, prefill, four, spec, soar, reuse, dump, sessions, accuracy, train
 # or all (the default).
 gpu-test:
 	sh tools/gpu_check.sh $(STAGE)
@@ -151,7 +151,7 @@ help:
 	@echo "make lossless-test  10,000 tokens with every kind of draft against plain decoding (DEVICE=cpu|cuda)"
 	@echo "make draft-test     training of draft heads (needs PyTorch)"
 	@echo "make tiny-test      how sala-tiny was made: PyTorch against the engine, the trainer (needs torch; PYTHON=python3)"
-	@echo "make gpu-test STAGE=all  what only a GPU can tell (kernels engine sanitizer needles bench prefill four spec soar dump sessions accuracy train)"
+	@echo "make gpu-test STAGE=all  what only a GPU can tell (kernels engine sanitizer needles bench prefill four spec soar reuse dump sessions accuracy train)"
 	@echo "make mutations      plant faults in the kernels and see that the tests notice"
 	@echo "make format   apply .clang-format"
 	@echo "make clean    remove what was built"

@@ -166,6 +166,7 @@ static void bench_add_drafts(sala_timings *sum, const sala_timings *t) {
             sum->accepted[k][d] += t->accepted[k][d];
         }
     }
+    sum->reused_tokens += t->reused_tokens;
     sum->draft_seconds += t->draft_seconds;
     sum->verify_seconds += t->verify_seconds;
 }
@@ -291,7 +292,7 @@ static void bench_print(const bench *b, int json) {
                "\"decode_gb_per_second\": %.3f, ",
                decode, bench_median(b->decode, b->done), bytes * 1e-9);
         printf("\"planned_bytes\": %lld, \"taken_bytes\": %.0f, ", (long long)i.total_bytes, taken);
-        printf("\"speculation\": ");
+        printf("\"reused_tokens\": %lld, \"speculation\": ", (long long)b->drafts.reused_tokens);
         cli_json_spec(&b->engine->options, &b->drafts);
         printf(", \"read_gb_per_second\": %.3f, \"openblas_gflops\": %.3f, \"openblas_core\": "
                "\"%s\"}\n",
@@ -326,6 +327,9 @@ static void bench_print(const bench *b, int json) {
     if (read > 0)
         printf(" = %.0f %% of the read bandwidth (%.2f GB/s)", 100 * bytes / read, read * 1e-9);
     printf("\n");
+    if (b->drafts.reused_tokens)
+        printf("reuse    %lld of %lld prompt tokens were there already; prefill counts them too\n",
+               (long long)b->drafts.reused_tokens, (long long)(b->prompt * b->parallel * b->done));
     if (strncmp(i.spec, "off", 3) == 0) return;
     printf("drafts   %s: ", b->engine->options.spec);
     if (cli_tau(&b->drafts) > 1)

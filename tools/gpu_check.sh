@@ -12,6 +12,7 @@
 #   sh tools/gpu_check.sh soar        many requests: the SOAR benchmark, 256 sequences, host time, speed by context to 1M
 #   sh tools/gpu_check.sh sessions    saved and loaded on the device: the same bits; 128K tokens at the disk's speed
 #   sh tools/gpu_check.sh dump        features for a draft head: the same bits, and what they cost beside the prompt alone
+#   sh tools/gpu_check.sh reuse       prefixes: the same bits, what it costs to leave them, what they save
 #   sh tools/gpu_check.sh accuracy    what four bits cost sala-tiny in answers and perplexity (tools/accuracy.sh)
 #   sh tools/gpu_check.sh train       sala-tiny's draft head from nothing (tools/tiny/draft.sh): PyTorch with CUDA is needed
 #   sh tools/gpu_check.sh all
@@ -360,6 +361,19 @@ soar() { # ends within 330 s; what was wanted comes last
     python3 tools/soar_verdicts.py "$out" | tee -a "$out/gpu-check.log"
 }
 
+reuse() { # copies of the states should cost nothing that can be measured, a prefix of 128K a few milliseconds
+    header "prefix reuse"
+    build
+    SHOW=10 step reuse-kernel 100 build/test_prefill prefill_gla
+    SHOW=10 step reuse-engine 100 build/test_cuda prefix_reuse
+    export SHOW=5
+    nine reuse-none-8k --prompt-tokens 8192 --gen-tokens 4 --repeat 1
+    nine reuse-leaves-8k --prompt-tokens 8192 --gen-tokens 4 --repeat 1 --reuse prefix
+    nine reuse-128k --prompt-tokens 131072 --gen-tokens 4 --repeat 2 --reuse prefix # the best is the second
+    nine reuse-8-of-4k --prompt-tokens 4096 --gen-tokens 64 --parallel 8 --repeat 1 --reuse prefix
+    unset SHOW
+}
+
 accuracy() {
     header "accuracy of four bits"
     step build-accuracy 200 make -j4 sala quantize
@@ -392,13 +406,13 @@ train() { # the verdicts on tau come last
 [ $# -gt 0 ] || set -- all
 for stage in "$@"; do
     case $stage in
-    kernels | engine | sanitizer | needles | bench | prefill | four | spec | soar | dump | sessions | accuracy | train) $stage ;;
+    kernels | engine | sanitizer | needles | bench | prefill | four | spec | soar | reuse | dump | sessions | accuracy | train) $stage ;;
     all)
-        for each in kernels engine sanitizer needles bench prefill four spec soar dump sessions accuracy train; do $each; done
+        for each in kernels engine sanitizer needles bench prefill four spec soar reuse dump sessions accuracy train; do $each; done
         ;;
     *)
         echo "gpu_check.sh: there is no stage '$stage'; there are: kernels engine sanitizer needles bench prefill" \
-            "four spec soar dump sessions accuracy train all" >&2
+            "four spec soar reuse dump sessions accuracy train all" >&2
         exit 2
         ;;
     esac
