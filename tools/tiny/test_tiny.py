@@ -193,6 +193,10 @@ def test_verdict():
         before = base if new["sets"]["public"]["outputs"][0]["task"] == "mc" else new
         lines, got = evaluate.verdict(before, new)
         assert got == good and lines[-1].startswith("VERDICT: " + ("good" if good else "not good")), lines
+    less = dict(base, needle_by_length={}, left_out=["needles of 512"])
+    assert "not compared: needles of 512 (of the weights before)" in evaluate.verdict(less, base)[0]
+    less["sets"] = {}
+    assert "mc was not measured" in evaluate.verdict(less, base)[0][-1]
     try:
         evaluate.verdict(base, scores([1] * 29, [1] * 20, 0.2, [1] * 20))
         raise AssertionError("other items were compared")
@@ -257,7 +261,7 @@ def run(tests, words):
             test(*[folder] * len(inspect.signature(test).parameters))
             print("ok", name[5:], flush=True)
             passed += 1
-        except Exception as e:  # any failure of a test is to be counted, not to stop the others
+        except (Exception, SystemExit) as e:  # counted, and the others go on
             import traceback
             traceback.print_exc()
             print("FAILED", name[5:], type(e).__name__, flush=True)
