@@ -122,7 +122,8 @@ class Judge:
             with self.torch.no_grad():
                 total += self.torch.nn.functional.cross_entropy(lg, goal, reduction="sum").item()
             tokens, size = tokens + len(ids) - 1, size + len(t.encode())
-        return dict(nats_per_token=round(total / tokens, 4), bits_per_byte=round(total / size / math.log(2), 4), tokens=tokens)
+        return dict(nats_per_token=round(total / tokens, 4), bits_per_byte=round(total / size / math.log(2), 4),
+                    tokens=tokens)
 
     def needles(self, length, number, batch):
         row = dict(n=number, right={})
@@ -243,7 +244,8 @@ def verdict(base, new):
         bad.append("mc was not measured")
     bad += [f"not measured: {x}" for x in new["left_out"]]
     lines += [f"not compared: {x} (of the weights before)" for x in base["left_out"]]
-    lines.append("VERDICT: " + ("not good: " + ", ".join(bad) if bad else "good: multiple choice is learned, nothing got worse"))
+    lines.append("VERDICT: " + ("not good: " + ", ".join(bad) if bad else
+                                "good: multiple choice is learned, nothing got worse"))
     return lines, not bad
 
 

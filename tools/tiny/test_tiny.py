@@ -175,7 +175,7 @@ def test_scores_as_sala(folder):
 # ---- the end of a training ----
 
 def scores(mc, qa, bits, needle):
-    outputs = [dict(id=i, task="mc", score=x) for i, x in enumerate(mc)] + [dict(id=i, task="qa", score=x) for i, x in enumerate(qa)]
+    outputs = [dict(id=i, task=t, score=x) for t, right in (("mc", mc), ("qa", qa)) for i, x in enumerate(right)]
     return dict(sets=dict(public=dict(outputs=outputs)), heldout_text=dict(story=dict(bits_per_byte=bits)),
                 needle_by_length={"512": dict(right=dict(needle_sparse=needle))}, left_out=[])
 
@@ -222,7 +222,8 @@ def test_folder(folder):
     with open(folder + "/log.csv", "w", encoding="utf-8") as f:
         f.write("seconds,step,tokens\n10,200,13000000\n300.5,4000,262000000\n")
     out = folder + "/out"
-    finish.folder(os.path.join(MODEL, "model.safetensors"), f"{folder}/scores.json", f"{folder}/base.json", f"{folder}/log.csv", out)
+    finish.folder(os.path.join(MODEL, "model.safetensors"), f"{folder}/scores.json", f"{folder}/base.json",
+                  f"{folder}/log.csv", out)
     assert sorted(os.listdir(out) + ["golden.json"]) == sorted(os.listdir(MODEL))
     with open(out + "/MODEL_CARD.md", encoding="utf-8") as f:
         text = f.read()
