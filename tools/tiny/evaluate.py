@@ -122,7 +122,8 @@ class Judge:
             with self.torch.no_grad():
                 total += self.torch.nn.functional.cross_entropy(lg, goal, reduction="sum").item()
             tokens, size = tokens + len(ids) - 1, size + len(t.encode())
-        return dict(nats_per_token=round(total / tokens, 4), bits_per_byte=round(total / size / math.log(2), 4), tokens=tokens)
+        return dict(nats_per_token=round(total / tokens, 4), bits_per_byte=round(total / size / math.log(2), 4),
+                    tokens=tokens)
 
     def needles(self, length, number, batch):
         row = dict(n=number, right={})
@@ -207,7 +208,9 @@ def pairs(base, new):
     """-> {what: (scores of base, of new)} on the same items."""
     out = {}
     for name, there in new["sets"].items():
-        here = base["sets"].get(name, dict(outputs=[]))["outputs"]
+        if name not in base["sets"]:
+            continue
+        here = base["sets"][name]["outputs"]
         if [(x["id"], x["task"]) for x in here] != [(y["id"], y["task"]) for y in there["outputs"]]:
             sys.exit(f"evaluate.py: the set {name} is not the same in both files: measure both with the same SETS")
         for x, y in zip(here, there["outputs"]):
@@ -239,8 +242,10 @@ def verdict(base, new):
                      f"{'  BAD' if wrong else ''}")
     if not any(line.startswith("mc ") for line in lines):
         bad.append("mc was not measured")
-    bad += [f"not measured: {x}" for x in new.get("left_out", [])]
-    lines.append("VERDICT: " + ("not good: " + ", ".join(bad) if bad else "good: multiple choice is learned, nothing got worse"))
+    bad += [f"not measured: {x}" for x in new["left_out"]]
+    lines += [f"not compared: {x} (of the weights before)" for x in base["left_out"]]
+    lines.append("VERDICT: " + ("not good: " + ", ".join(bad) if bad else
+                                "good: multiple choice is learned, nothing got worse"))
     return lines, not bad
 
 

@@ -106,7 +106,8 @@ def golden(folder, only):
 
 def differences(there, here):
     """Of one prompt: what differs between golden.json and the reference, and by how much."""
-    wrong = [k for k in ("prompt_ids", "continuation_ids", "continuation_text", "first_eos", "top5_ids") if there[k] != here[k]]
+    fields = ("prompt_ids", "continuation_ids", "continuation_text", "first_eos", "top5_ids")
+    wrong = [k for k in fields if there[k] != here[k]]
     logits = max(abs(a - b) for a, b in zip(there["top5_logits"], here["top5_logits"]))
     return wrong, logits, max(abs(a - b) for a, b in zip(there["margins"], here["margins"]))
 
@@ -118,7 +119,8 @@ def check(folder, only):
     for p, q in zip(prompts, all_continuations(folder, [(p["name"], p["prompt"]) for p in prompts])):
         wrong, logits, margins = differences(p, q)
         good = good and not wrong and logits <= 1e-5 and margins <= 2e-4
-        print(f"{p['name']}: logits differ by {logits:.1e}, margins by {margins:.1e}{'; other ' + ', '.join(wrong) if wrong else ''}")
+        print(f"{p['name']}: logits differ by {logits:.1e}, margins by {margins:.1e}"
+              f"{'; other ' + ', '.join(wrong) if wrong else ''}")
     return good
 
 

@@ -175,7 +175,7 @@ def test_scores_as_sala(folder):
 # ---- the end of a training ----
 
 def scores(mc, qa, bits, needle):
-    outputs = [dict(id=i, task="mc", score=x) for i, x in enumerate(mc)] + [dict(id=i, task="qa", score=x) for i, x in enumerate(qa)]
+    outputs = [dict(id=i, task=t, score=x) for t, right in (("mc", mc), ("qa", qa)) for i, x in enumerate(right)]
     return dict(sets=dict(public=dict(outputs=outputs)), heldout_text=dict(story=dict(bits_per_byte=bits)),
                 needle_by_length={"512": dict(right=dict(needle_sparse=needle))}, left_out=[])
 
@@ -193,6 +193,10 @@ def test_verdict():
         before = base if new["sets"]["public"]["outputs"][0]["task"] == "mc" else new
         lines, got = evaluate.verdict(before, new)
         assert got == good and lines[-1].startswith("VERDICT: " + ("good" if good else "not good")), lines
+    less = dict(base, needle_by_length={}, left_out=["needles of 512"])
+    assert "not compared: needles of 512 (of the weights before)" in evaluate.verdict(less, base)[0]
+    less["sets"] = {}
+    assert "mc was not measured" in evaluate.verdict(less, base)[0][-1]
     try:
         evaluate.verdict(base, scores([1] * 29, [1] * 20, 0.2, [1] * 20))
         raise AssertionError("other items were compared")
@@ -218,7 +222,8 @@ def test_folder(folder):
     with open(folder + "/log.csv", "w", encoding="utf-8") as f:
         f.write("seconds,step,tokens\n10,200,13000000\n300.5,4000,262000000\n")
     out = folder + "/out"
-    finish.folder(os.path.join(MODEL, "model.safetensors"), f"{folder}/scores.json", f"{folder}/base.json", f"{folder}/log.csv", out)
+    finish.folder(os.path.join(MODEL, "model.safetensors"), f"{folder}/scores.json", f"{folder}/base.json",
+                  f"{folder}/log.csv", out)
     assert sorted(os.listdir(out) + ["golden.json"]) == sorted(os.listdir(MODEL))
     with open(out + "/MODEL_CARD.md", encoding="utf-8") as f:
         text = f.read()
@@ -257,7 +262,7 @@ def run(tests, words):
             test(*[folder] * len(inspect.signature(test).parameters))
             print("ok", name[5:], flush=True)
             passed += 1
-        except Exception as e:  # any failure of a test is to be counted, not to stop the others
+        except (Exception, SystemExit) as e:  # counted, and the others go on
             import traceback
             traceback.print_exc()
             print("FAILED", name[5:], type(e).__name__, flush=True)

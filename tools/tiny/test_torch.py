@@ -14,7 +14,7 @@ import numpy as np
 try:
     import torch
 except ImportError:
-    sys.exit("test_torch.py: torch is missing: pip install torch (the CPU's will do), then PYTHON=that python3 make tiny-test")
+    sys.exit("test_torch.py: torch is missing: pip install torch (the CPU's will do)")
 
 import evaluate
 import gen
@@ -105,7 +105,8 @@ def test_orthogonal():
 
 
 def trained(out, *options, fine=True):
-    run = subprocess.run([sys.executable, HERE + "/train.py", out, "--budget", "200", *SMALL, *options], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, HERE + "/train.py", out, "--budget", "200", *SMALL, *options],
+                         capture_output=True, text=True)
     assert run.returncode == 0 or not fine, run.stderr
     return run
 
