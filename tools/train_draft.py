@@ -21,8 +21,11 @@ import os
 import sys
 import time
 
-import numpy as np
-import torch
+try:
+    import numpy as np
+    import torch
+except ImportError as e:
+    sys.exit(f"train_draft.py: {e}: install PyTorch and numpy (Debian: python3-torch; or pip install torch numpy)")
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import draft_model as dm  # noqa: E402
@@ -623,4 +626,9 @@ def main(words=None):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, ValueError) as e:
+        sys.exit(f"train_draft.py: {e}")
+    except KeyboardInterrupt:
+        sys.exit(130)
