@@ -461,7 +461,7 @@ def train(args):
     data = Shards(args.data)
     matrix = target_head(args.target).float().to(args.device)
     embedding = target_matrix(args.target, "model.embed_tokens.weight")
-    every = max(2, round(1 / args.held))
+    every = max(2, min(round(1 / args.held), len(data.samples)))
     held = [s for i, s in enumerate(data.samples) if i % every == every - 1][:256]
     samples = [s for i, s in enumerate(data.samples) if i % every != every - 1 or i // every >= 256]
     pieces, tests = data.pieces(samples, args.length), data.pieces(held, args.length)
