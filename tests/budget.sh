@@ -16,4 +16,6 @@ check kernels.h 1150
 check main.c 860
 check tools/quantize.c 1400
 check tools/gptq.h 450
+check tools/train_draft.py 700
+check tools/draft_model.py 400
 exit $status
