@@ -21,8 +21,11 @@ import os
 import sys
 import time
 
-import numpy as np
-import torch
+try:
+    import numpy as np
+    import torch
+except ImportError as e:
+    sys.exit(f"train_draft.py: {e}: install PyTorch and numpy (Debian: python3-torch; or pip install torch numpy)")
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import draft_model as dm  # noqa: E402
@@ -458,7 +461,7 @@ def train(args):
     data = Shards(args.data)
     matrix = target_head(args.target).float().to(args.device)
     embedding = target_matrix(args.target, "model.embed_tokens.weight")
-    every = max(2, round(1 / args.held))
+    every = max(2, min(round(1 / args.held), len(data.samples)))
     held = [s for i, s in enumerate(data.samples) if i % every == every - 1][:256]
     samples = [s for i, s in enumerate(data.samples) if i % every != every - 1 or i // every >= 256]
     pieces, tests = data.pieces(samples, args.length), data.pieces(held, args.length)
@@ -623,4 +626,9 @@ def main(words=None):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, ValueError) as e:
+        sys.exit(f"train_draft.py: {e}")
+    except KeyboardInterrupt:
+        sys.exit(130)
