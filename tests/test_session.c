@@ -355,6 +355,56 @@ static void test_draft(void) {
     unlink(other);
 }
 
+// A request that began with another one's pages: saved at every step, it goes on in its own engine, in one
+// that knows nothing and in one that has such a prefix too.
+static void test_prefixes(void) {
+    int32_t tokens[400];
+    sala_options off = engine_options(64), on = off;
+    off.reuse = "off";
+    const char *model = TINY;
+    random_tokens(tokens, 400, 97);
+    sala_request first = request_of(tokens, 200, 4), r = request_of(tokens, 390, 8);
+    r.keep = 1;
+    session w = session_open(model, &off), a = session_open(model, &on);
+    outcome *whole = session_do(&w, &r);
+    memory want = memory_of(&w, whole->sequence);
+    session_do(&a, &first);
+    int i = session_ask(&a, &r), n = 0;
+    for (session_step(&a); !a.out[i].finished; n++, session_step(&a)) {
+        snprintf(saved[n], sizeof *saved, "%s/step-%d", folder, n);
+        at[n] = copy_of(&a.out[i]);
+        must_save(&a, a.out[i].id, saved[n]);
+    }
+    CHECK(n >= 8 && a.out[i].timings.reused_tokens == 192, "%d saves, %lld tokens reused", n,
+          (long long)a.out[i].timings.reused_tokens);
+    for (int k = 0; k < n; k++) {
+        sala_session found;
+        session b = session_open(model, &on), *t = k % 3 ? &b : &a;
+        if (k % 3 == 2) session_do(&b, &first);
+        int64_t id = must_load(t, saved[k], &found);
+        outcome *rest = adopt(t, &found, &at[k]);
+        while (!rest->finished) session_step(t);
+        memory m = memory_of(t, id);
+        CHECK(same_choices(whole, rest) && memory_same(&want, &m), "step %d differs", k);
+        CHECK(rest->timings.reused_tokens == 192 && rest->timings.prompt_tokens == 198,
+              "step %d: %lld of the prompt, %lld reused", k, (long long)rest->timings.prompt_tokens,
+              (long long)rest->timings.reused_tokens);
+        free(m.data);
+        session_give_up(t, id);
+        session_close(&b);
+        copy_free(&at[k]), unlink(saved[k]);
+    }
+    sala_info info;
+    session_give_up(&a, a.out[i].sequence);
+    sala_get_info(a.engine, &info);
+    CHECK(info.kv_tokens_reserved == 0 && info.prefixes > 0, "%lld tokens are held",
+          (long long)info.kv_tokens_reserved);
+    free(want.data);
+    session_give_up(&w, whole->sequence);
+    session_close(&a);
+    session_close(&w);
+}
+
 // On a GPU or the simulator: the same, between slots and pages that are others.
 static void test_device(void) {
     int32_t tokens[500];
@@ -754,9 +804,10 @@ static void test_nothing_is_left(void) {
 
 int main(int argc, char **argv) {
     static const check_entry tests[] = {
-        TEST(test_every_step), TEST(test_text),      TEST(test_draft),  TEST(test_device),
-        TEST(test_same_file),  TEST(test_damage),    TEST(test_forged), TEST(test_foreign),
-        TEST(test_no_room),    TEST(test_no_memory), TEST(test_kill),   TEST(test_nothing_is_left),
+        TEST(test_every_step),      TEST(test_text),      TEST(test_draft),     TEST(test_prefixes),
+        TEST(test_device),          TEST(test_same_file), TEST(test_damage),    TEST(test_forged),
+        TEST(test_foreign),         TEST(test_no_room),   TEST(test_no_memory), TEST(test_kill),
+        TEST(test_nothing_is_left),
     };
     check_test = "main";
     temporary();
