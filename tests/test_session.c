@@ -408,6 +408,10 @@ static void test_prefixes(void) {
 // On a GPU or the simulator: the same, between slots and pages that are others.
 static void test_device(void) {
     int32_t tokens[500];
+#ifdef __SANITIZE_ADDRESS__
+    printf("skipped: the simulator is too slow under a sanitizer, as for test_cuda\n");
+    return;
+#endif
     if (!device_exists()) {
         printf("skipped: no simulator (build/libsala_sim.so) and no SALA_TEST_GPU\n");
         return;
