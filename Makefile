@@ -121,7 +121,6 @@ lossless-test: $(B)/lossless
 
 # sala-tiny's model in PyTorch against the engine, its trainer, a rehearsal of tools/tiny/h200.sh. What needs no torch
 # is tools/tiny/test_tiny.py.
-PYTHON ?= python3
 tiny-test: $(SALA) $(B)/sala_fp32
 	@$(PYTHON) -c 'import torch, numpy' 2>/dev/null || { echo "make tiny-test: torch or numpy is missing: pip install torch numpy (the CPU's will do), or PYTHON=path/to/python3" >&2; exit 1; }
 	SALA=$(SALA) SALA_FP32=$(B)/sala_fp32 $(PYTHON) tools/tiny/test_torch.py
