@@ -119,6 +119,10 @@ real-test: $(B)/real
 lossless-test: $(B)/lossless
 	$(B)/lossless $(or $(DEVICE),auto)
 
+# 2,000 requests in too little memory: cancelled, saved, loaded, with prefixes and drafts, each as it is alone.
+soak-test: $(B)/soak
+	$(B)/soak $(or $(REQUESTS),2000) $(SEED)
+
 # sala-tiny's model in PyTorch against the engine, its trainer, a rehearsal of tools/tiny/h200.sh. What needs no torch
 # is tools/tiny/test_tiny.py.
 tiny-test: $(SALA) $(B)/sala_fp32
@@ -147,6 +151,7 @@ help:
 	@echo "make test     build and run all tests that need no GPU"
 	@echo "make check-kernels  compile all kernels for every target (needs NVRTC, no GPU)"
 	@echo "make real-test MODEL=DIR  the released weights against what others saw them do"
+	@echo "make soak-test      2,000 requests in too little memory, each as it is alone (REQUESTS=2000 SEED=1)"
 	@echo "make lossless-test  10,000 tokens with every kind of draft against plain decoding (DEVICE=cpu|cuda)"
 	@echo "make draft-test     training of draft heads (needs PyTorch)"
 	@echo "make tiny-test      how sala-tiny was made: PyTorch against the engine, the trainer (needs torch; PYTHON=python3)"
@@ -156,5 +161,5 @@ help:
 	@echo "make clean    remove what was built"
 	@echo "variables: CC, ARCH=native|x86-64-v3|..., OPT=-O3, EXTRA=..., B=build, SALA=sala"
 
-.PHONY: all run quantize test real-test lossless-test draft-test tiny-test check-kernels mutations gpu-test clean format help
+.PHONY: all run quantize test real-test lossless-test soak-test draft-test tiny-test check-kernels mutations gpu-test clean format help
 .DELETE_ON_ERROR:

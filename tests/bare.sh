@@ -1,6 +1,6 @@
 #!/bin/sh
 # The README's promise: gcc, make and a POSIX shell's usual tools are enough. Clones the tree and builds, runs and
-# tests it with a PATH that holds nothing else.
+# tests it with a PATH that holds nothing else. Arguments go to `make test`.
 set -eu
 top=$(cd "$(dirname "$0")/.." && pwd)
 work=$(mktemp -d)
@@ -16,4 +16,4 @@ cd "$work/sala"
 env -i PATH="$work/bin" HOME="$work" make run >"$work/story.txt" 2>"$work/log.txt" || { cat "$work/log.txt"; exit 1; }
 grep -q "Once upon a time" "$work/story.txt" || grep -qi "fox" "$work/story.txt"
 cat "$work/story.txt"
-env -i PATH="$work/bin" HOME="$work" TMPDIR="$work" make -j2 test OPT=-O1 # quicker to build
+env -i PATH="$work/bin" HOME="$work" TMPDIR="$work" make -j2 test "$@"

@@ -10,6 +10,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef __SANITIZE_ADDRESS__ // tests write files that begin so: a sanitized build may run beside another one
+#define SCRATCH "build/sanitized-"
+#else
+#define SCRATCH "build/"
+#endif
+
 static int check_failures; // of the running test
 static const char *check_test;
 

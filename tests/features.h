@@ -3,7 +3,7 @@
 #ifndef SALA_TEST_FEATURES_H
 #define SALA_TEST_FEATURES_H
 
-#define FEATURES_DIR "build/features-test"
+#define FEATURES_DIR SCRATCH "features-test"
 
 typedef struct shown { // what a prompt shows
     float *logits;     // [n, vocab]

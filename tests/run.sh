@@ -7,9 +7,10 @@ passed=0 failed=0
 log=$(mktemp) || exit 1
 trap 'rm -f "$log"' EXIT
 run() {
-    echo "== $*"
+    began=$(date +%s)
     "$@" >"$log" 2>&1
     status=$?
+    echo "== $* ($(($(date +%s) - began)) s)"
     line=$(grep -E '^[0-9]+ passed, [0-9]+ failed$' "$log" | tail -n 1)
     if [ -z "$line" ]; then
         cat "$log"

@@ -10,7 +10,7 @@
 
 // ---- engines with random weights, and sequences that no target has seen ----
 
-static const char *const head_file = "build/test_draft_head.json";
+static const char *const head_file = SCRATCH "test_draft_head.json";
 
 // A head whose shape is not the target's: K/V heads 2 against 1.
 static void write_head(int fc_norm, int raw) {

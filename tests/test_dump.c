@@ -12,7 +12,7 @@
 
 #include <sys/wait.h>
 
-#define WORK "build/dump-test"
+#define WORK SCRATCH "dump-test"
 
 // ---- events ----
 

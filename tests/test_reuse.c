@@ -311,7 +311,7 @@ static void test_options(void) {
 
 // Blocks that do not divide a tile: prefixes end where both do.
 static void test_odd_blocks(void) {
-    static const char path[] = "build/test_reuse_config.json";
+    static const char path[] = SCRATCH "test_reuse_config.json";
     int32_t tokens[LONGEST];
     FILE *f = fopen(TINY_CONFIG, "r"), *to = fopen(path, "w");
     char line[256];
@@ -445,7 +445,7 @@ static const char head_config[] =
 
 // With a draft head too the tokens are the same; it sees what follows the prefix.
 static void test_draft_head(void) {
-    static const char head[] = "build/test_reuse_head.json";
+    static const char head[] = SCRATCH "test_reuse_head.json";
     FILE *f = fopen(head, "w");
     if (!f) die(head, "cannot be written");
     fputs(head_config, f);
