@@ -280,6 +280,17 @@ HELPER void request_sampled(sala_request *r, uint64_t seed) {
     r->seed = seed;
 }
 
+// A config of an EAGLE-3 head for sala-tiny, whose weights a hash makes.
+HELPER void put_head(const char *path, int heads, int vocab) {
+    FILE *f = fopen(path, "wb");
+    if (!f) die(path, "cannot write");
+    fprintf(f,
+            "{\"draft_vocab_size\":%d,\"intermediate_size\":640,\"num_attention_heads\":%d,"
+            "\"eagle_config\":{\"eagle_aux_hidden_state_layer_ids\":[1,3,5]}}",
+            vocab, heads);
+    fclose(f);
+}
+
 HELPER int below(int n) {
     return (int)(check_random() % (uint64_t)n);
 }

@@ -26,17 +26,6 @@ static int64_t counts[8]; // of what happened
 
 enum { REQUESTS, TOKENS, CANCELS, LOADS, REUSED, TREES, CHAINS, MOST };
 
-static const char *write_head(void) { // a draft head of random numbers
-    static char path[96];
-    snprintf(path, sizeof path, "%s/head.json", folder);
-    FILE *f = fopen(path, "wb");
-    if (!f) die(path, "cannot write");
-    fprintf(f, "{\"draft_vocab_size\":300,\"intermediate_size\":640,\"num_attention_heads\":2,"
-               "\"eagle_config\":{\"eagle_aux_hidden_state_layer_ids\":[1,3,5]}}");
-    fclose(f);
-    return path;
-}
-
 // ---- one job ----
 
 static void job_make(job *j, const int32_t *stems) {
@@ -172,6 +161,7 @@ static int requests = 2000;
 
 static void soak(void) {
     static int32_t stems[3 * STEM];
+    static char head[96];
     job *open[OPEN] = {NULL};
     sala_options o = small_options(128, 0), alone;
     o.synthetic = 1;
@@ -186,7 +176,9 @@ static void soak(void) {
     alone.max_sequences = 1;
     snprintf(folder, sizeof folder, "/tmp/sala-soak-XXXXXX");
     if (!mkdtemp(folder)) die(folder, "mkdtemp");
-    o.draft = write_head();
+    snprintf(head, sizeof head, "%s/head.json", folder);
+    put_head(head, 2, 300);
+    o.draft = head;
     session t = session_open(SALA_TINY "/config.json", &o);
     session plain = session_open(SALA_TINY "/config.json", &alone);
     random_tokens(stems, 3 * STEM, 300);

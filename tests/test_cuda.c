@@ -649,16 +649,6 @@ static void draft_head(const char *model, const char *draft, const char *weights
     session_close(&c);
 }
 
-static void put_head(const char *path, int heads) {
-    FILE *f = fopen(path, "wb");
-    if (!f) die(path, "cannot write");
-    fprintf(f,
-            "{\"draft_vocab_size\":300,\"intermediate_size\":640,\"num_attention_heads\":%d,"
-            "\"eagle_config\":{\"eagle_aux_hidden_state_layer_ids\":[1,3,5]}}",
-            heads);
-    fclose(f);
-}
-
 // Made by a hash like the model; and an NVFP4 head of files beside a BF16 model.
 static void test_draft_head(void) {
     static const char *const names[] = {"config.json", "model.safetensors", "head.json"};
@@ -667,7 +657,7 @@ static void test_draft_head(void) {
     quant_model m;
     if (!mkdtemp(folder)) die(folder, "cannot make a folder");
     snprintf(path, sizeof path, "%s/head.json", folder);
-    put_head(path, 2);
+    put_head(path, 2, 300);
     draft_head(SALA_TINY "/config.json", path, "bf16");
     draft_head(SALA_TINY "/config.json", path, "nvfp4");
     draft_head(SALA_TINY "/config.json", path, "int4");
@@ -676,7 +666,7 @@ static void test_draft_head(void) {
     quant_write(&m, folder, path);
     quant_free(&m);
     draft_head(SALA_TINY, folder, NULL);
-    put_head(path, 4); // of 64 elements
+    put_head(path, 4, 300); // of 64 elements
     sala_options o = cuda_options(1, 0);
     o.synthetic = 1;
     o.draft = path;

@@ -317,13 +317,7 @@ static const char *write_head(const char *name, int vocab) {
     static char path[2][96];
     char *to = path[vocab != 300];
     snprintf(to, sizeof path[0], "%s/%s", folder, name);
-    FILE *f = fopen(to, "wb");
-    if (!f) die(to, "cannot write");
-    fprintf(f,
-            "{\"draft_vocab_size\":%d,\"intermediate_size\":640,\"num_attention_heads\":2,"
-            "\"eagle_config\":{\"eagle_aux_hidden_state_layer_ids\":[1,3,5]}}",
-            vocab);
-    fclose(f);
+    put_head(to, 2, vocab);
     return to;
 }
 
