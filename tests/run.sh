@@ -45,7 +45,7 @@ for program in "$@"; do
     *) run "$program" ;;
     esac
 done
-run sh tests/test_cli.sh
+[ -n "${NO_CLI:-}" ] || run sh tests/test_cli.sh
 [ -n "${EXTRA:-}" ] || run sh tests/test_cuda_cli.sh
 [ -n "${EXTRA:-}" ] || run sh tests/test_dropin.sh # it brings its own flags
 echo "$passed passed, $failed failed"
