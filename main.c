@@ -564,7 +564,7 @@ static int chat_loop(chat *c) {
 
 // Take up the conversation of a file, if there is one. Returns an exit code.
 static int chat_load(chat *c, const char *path) {
-    sala_session session;
+    sala_session session = {0};
     sala_error err;
     if (access(path, F_OK) != 0) return CLI_OK;
     if (sala_load(c->engine, path, &session, &err) < 0) return cli_fail(CLI_FAILED, "%s", err.text);

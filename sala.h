@@ -14217,6 +14217,7 @@ static void sala__session_open(sala__session *f) {
     const int64_t payload = (int64_t)SALA__SESSION_BLOCK - 8;
     uint32_t version;
     struct stat st;
+    memset(&st, 0, sizeof st);
     f->fd = open(f->path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (f->fd < 0 || fstat(f->fd, &st) < 0)
         sala__session_fail(f, SALA_E_FILE, "cannot open: %s", strerror(errno));
