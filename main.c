@@ -586,8 +586,10 @@ static int sala_chat(int argc, char **argv) {
     int id;
     cli_start(&a, &chat_command, argc, argv);
     while ((id = cli_next(&a)) > 0) {
-        if (id == CHAT_SESSION) session = a.value;
-        if (id == CHAT_SESSION) continue;
+        if (id == CHAT_SESSION) {
+            session = a.value;
+            continue;
+        }
         free(c.system);
         c.system = a.value[0] ? cli_copy(a.value) : NULL;
     }

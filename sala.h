@@ -9916,11 +9916,15 @@ static const char *sala__reuse_name(const sala *s) {
     return mode[0] == 'p' ? "prefix" : mode[0] == 'h' ? "history" : "off";
 }
 
+static int sala__reuse_is(const sala *s, const char *mode) {
+    return strcmp(sala__reuse_name(s), mode) == 0;
+}
+
 // Snapshots that the plan has room for, each of all lightning layers' states.
 static int32_t sala__plan_snapshots(const sala *s) {
     int64_t each = (int64_t)s->plan.state * 4 * s->lightning_layers,
             memory = s->options.reuse_memory;
-    if (sala__reuse_name(s)[0] == 'o') return 0;
+    if (sala__reuse_is(s, "off")) return 0;
     if (!memory || !each) return 16;
     return (int32_t)(memory / each < 4096 ? memory / each : 4096);
 }
@@ -10055,7 +10059,7 @@ static int sala__make_plan(sala *s, sala_error *err) {
     if (code < 0) return code;
     int64_t total = sala__measure(s);
     if (total < 0) return sala__fail(err, SALA_E_MEMORY, "the plan takes more than 1000 TB");
-    if (!p->snapshots && sala__reuse_name(s)[0] != 'o')
+    if (!p->snapshots && !sala__reuse_is(s, "off"))
         return sala__fail(
             err, SALA_E_ARGUMENT,
             "reuse-memory (%lld) holds no snapshot of the lightning states, which are "
@@ -12873,7 +12877,7 @@ static void sala__prefix_leave(sala *s, const sala__request *r, int start, int c
 // one that holds most.
 static void sala__take_history(sala *s, sala__request *r) {
     sala__sequence *best = NULL;
-    if (sala__reuse_name(s)[0] != 'h' || !sala__prefix_wanted(s, r)) return;
+    if (!sala__reuse_is(s, "history") || !sala__prefix_wanted(s, r)) return;
     const sala__prefix *p = sala__prefix_of(s, r);
     for (sala__sequence *q = s->sequences; q < s->sequences + s->plan.slots; q++) {
         int64_t count = (int64_t)q->token_count, most = r->token_count - (q->root < 0);
@@ -13633,6 +13637,7 @@ SALA_API int sala_check_weights(sala *s, sala_error *err) {
     return sala__weights_check(&s->env, &s->draft_config, &s->draft_weights,
                                s->options.synthetic ? NULL : &s->draft_checkpoint, err);
 }
+
 /* -----------------------------------------------------------------------------------------------
    [13] SESSIONS: a sequence to a file and back
 

@@ -82,26 +82,31 @@ HELPER outcome *outcome_of(session *t, int64_t request) {
     return NULL;
 }
 
-// Submit; the answer is the index of the outcome, or -1 with an error.
-HELPER int session_try(session *t, const sala_request *ask, sala_error *err) {
-    int64_t id = sala_submit(t->engine, ask, err);
-    if (id < 0) return -1;
+// A fresh outcome, with room for rows if they are wanted.
+HELPER outcome *outcome_new(session *t, int64_t request, int rows) {
     if (t->count == t->capacity) {
         t->capacity = t->capacity ? 2 * t->capacity : 16;
         t->out = (outcome *)need(realloc(t->out, (size_t)t->capacity * sizeof *t->out));
     }
-    outcome *o = &t->out[t->count];
+    outcome *o = &t->out[t->count++];
     memset(o, 0, sizeof *o);
-    o->id = id;
+    o->id = request;
     o->text = (char *)need(calloc(1, 1));
-    if (ask->want_rows) {
+    if (rows) {
         size_t context = (size_t)t->info.context;
         o->seen = (unsigned char *)need(calloc(context, 1));
         o->logits = (float *)need(malloc(context * (size_t)t->info.vocab * 4));
         if (t->hidden_row) o->hidden = (float *)need(malloc(context * t->hidden_row * 4));
         if (t->hidden_row) o->blocks = (int32_t *)need(malloc(context * t->blocks_row * 4 + 4));
     }
-    return t->count++;
+    return o;
+}
+
+// Submit; the answer is the index of the outcome, or -1 with an error.
+HELPER int session_try(session *t, const sala_request *ask, sala_error *err) {
+    int64_t id = sala_submit(t->engine, ask, err);
+    if (id < 0) return -1;
+    return (int)(outcome_new(t, id, ask->want_rows) - t->out);
 }
 
 HELPER int session_ask(session *t, const sala_request *ask) {
@@ -238,6 +243,40 @@ HELPER void outcome_free(outcome *o) {
     free(o->logits);
     free(o->hidden);
     free(o->blocks);
+}
+
+// What an outcome is now, but for its rows.
+HELPER outcome outcome_copy(const outcome *o) {
+    outcome c = *o;
+    c.token_capacity = o->count + 64;
+    c.tokens = (int32_t *)need(calloc((size_t)c.token_capacity, 4));
+    c.logprobs = (float *)need(calloc((size_t)c.token_capacity, 4));
+    c.text = (char *)need(malloc(o->bytes + 1));
+    if (o->count) memcpy(c.tokens, o->tokens, (size_t)o->count * 4);
+    if (o->count) memcpy(c.logprobs, o->logprobs, (size_t)o->count * 4);
+    memcpy(c.text, o->text, o->bytes + 1);
+    return c;
+}
+
+HELPER void outcome_copy_free(outcome *c) {
+    free(c->tokens);
+    free(c->logprobs);
+    free(c->text);
+}
+
+// An outcome for a request that a file brought, which goes on from what came before it was saved.
+HELPER outcome *session_adopt(session *t, int64_t request, const outcome *before) {
+    outcome *o = outcome_new(t, request, before->seen != NULL), c = outcome_copy(before);
+    free(o->text);
+    o->tokens = c.tokens;
+    o->logprobs = c.logprobs;
+    o->text = c.text;
+    o->count = c.count;
+    o->bytes = c.bytes;
+    o->token_capacity = c.token_capacity;
+    o->first_position = c.first_position;
+    o->prefill_done = c.prefill_done;
+    return o;
 }
 
 HELPER void session_forget(session *t) { // the outcomes so far

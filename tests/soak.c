@@ -62,11 +62,7 @@ static void job_save(session *t, job *j) {
     const outcome *o = &t->out[j->index[j->turn]];
     snprintf(j->file, sizeof j->file, "%s/%lld", folder, (long long)o->id);
     if (sala_save(t->engine, o->id, j->file, &err) < 0) die("sala_save", err.text);
-    j->then = *o;
-    j->then.tokens = (int32_t *)need(malloc((size_t)o->count * 4));
-    j->then.logprobs = (float *)need(malloc((size_t)o->count * 4));
-    memcpy(j->then.tokens, o->tokens, (size_t)o->count * 4);
-    memcpy(j->then.logprobs, o->logprobs, (size_t)o->count * 4);
+    j->then = outcome_copy(o);
     j->saved = 1;
 }
 
@@ -78,16 +74,9 @@ static void job_load(session *t, job *j) {
         if (err.code != SALA_E_MEMORY) die("sala_load", err.text);
         return;
     }
-    if (t->count == t->capacity)
-        t->out = (outcome *)need(realloc(t->out, (size_t)(t->capacity += 64) * sizeof *t->out));
-    outcome *o = &t->out[j->index[j->turn] = t->count++];
-    *o = j->then;
-    j->then.tokens = NULL; // they are its own now
-    j->then.logprobs = NULL;
-    o->id = found.request;
-    o->token_capacity = o->count;
-    o->text = (char *)need(calloc(1, 1));
-    o->bytes = 0;
+    const outcome *o = session_adopt(t, found.request, &j->then);
+    j->index[j->turn] = (int)(o - t->out);
+    outcome_copy_free(&j->then);
     CHECK(found.request == found.sequence && !o->finished, "a file of request %lld",
           (long long)j->then.id);
     unlink(j->file);

@@ -25,53 +25,6 @@ static int64_t must_load(session *t, const char *path, sala_session *found) {
     return id;
 }
 
-// An outcome for the request that a file brought: its events are collected like those of others.
-static outcome *adopt(session *t, const sala_session *found, const outcome *before) {
-    t->out = (outcome *)need(realloc(t->out, (size_t)(t->count + 1) * sizeof *t->out));
-    t->capacity = t->count + 1;
-    outcome *o = &t->out[t->count++];
-    memset(o, 0, sizeof *o);
-    o->id = found->request;
-    o->text = (char *)need(calloc(1, 1));
-    size_t context = (size_t)t->info.context;
-    o->seen = (unsigned char *)need(calloc(context, 1));
-    o->logits = (float *)need(malloc(context * (size_t)t->info.vocab * 4));
-    if (t->hidden_row) o->hidden = (float *)need(malloc(context * t->hidden_row * 4));
-    if (t->hidden_row) o->blocks = (int32_t *)need(malloc(context * t->blocks_row * 4 + 4));
-    // What came before the save is in the outcome already: tokens are counted on.
-    o->count = before->count;
-    o->token_capacity = before->count + 64;
-    o->tokens = (int32_t *)need(calloc((size_t)o->token_capacity, 4));
-    o->logprobs = (float *)need(calloc((size_t)o->token_capacity, 4));
-    if (before->count) {
-        memcpy(o->tokens, before->tokens, (size_t)before->count * 4);
-        memcpy(o->logprobs, before->logprobs, (size_t)before->count * 4);
-    }
-    o->first_position = before->first_position;
-    o->prefill_done = before->prefill_done;
-    o->bytes = before->bytes;
-    o->text = (char *)need(realloc(o->text, before->bytes + 1));
-    memcpy(o->text, before->text, before->bytes + 1);
-    return o;
-}
-
-static outcome copy_of(const outcome *o) { // as it is now
-    outcome c = *o;
-    c.tokens = (int32_t *)need(malloc((size_t)o->count * 4 + 4));
-    c.logprobs = (float *)need(malloc((size_t)o->count * 4 + 4));
-    c.text = (char *)need(malloc(o->bytes + 1));
-    if (o->count) memcpy(c.tokens, o->tokens, (size_t)o->count * 4);
-    if (o->count) memcpy(c.logprobs, o->logprobs, (size_t)o->count * 4);
-    memcpy(c.text, o->text, o->bytes + 1);
-    return c;
-}
-
-static void copy_free(outcome *c) {
-    free(c->tokens);
-    free(c->logprobs);
-    free(c->text);
-}
-
 // The positions that both have must be the same, and from `from` on the second must have all.
 static void same_rows(const session *t, const outcome *whole, const outcome *rest, int64_t to,
                       const char *what) {
@@ -151,7 +104,7 @@ static int save_steps(session *a, const plan *c, int i, int64_t sequence) {
     int n = 0;
     for (; n < 64 && !a->out[i].finished; n++) {
         snprintf(saved[n], sizeof *saved, "%s/step-%d", folder, n);
-        at[n] = copy_of(&a->out[i]);
+        at[n] = outcome_copy(&a->out[i]);
         must_save(a, n % 2 ? a->out[i].id : sequence, saved[n]);
         session_step(a);
     }
@@ -187,7 +140,7 @@ static int64_t go_on(session *b, const plan *c, int k, const outcome *whole) {
         rest = session_do(b, &again);
     } else {
         CHECK(sala_release(b->engine, id, NULL) == SALA_E_STATE, "released at work");
-        rest = adopt(b, &found, &at[k]);
+        rest = session_adopt(b, found.request, &at[k]);
         while (!rest->finished) session_step(b);
     }
     CHECK(same_choices(whole, rest), "step %d: other tokens or text", k);
@@ -236,7 +189,7 @@ static int every_step(const plan *c) {
         session_give_up(&b, id);
         session_close(&b);
     }
-    for (int k = 0; k < n; k++) copy_free(&at[k]), unlink(saved[k]);
+    for (int k = 0; k < n; k++) outcome_copy_free(&at[k]), unlink(saved[k]);
     unlink(end);
     unlink(mine);
     free(want.data);
@@ -366,7 +319,7 @@ static void test_prefixes(void) {
     int i = session_ask(&a, &r), n = 0;
     for (session_step(&a); !a.out[i].finished; n++, session_step(&a)) {
         snprintf(saved[n], sizeof *saved, "%s/step-%d", folder, n);
-        at[n] = copy_of(&a.out[i]);
+        at[n] = outcome_copy(&a.out[i]);
         must_save(&a, a.out[i].id, saved[n]);
     }
     CHECK(n >= 8 && a.out[i].timings.reused_tokens == 192, "%d saves, %lld tokens reused", n,
@@ -376,7 +329,7 @@ static void test_prefixes(void) {
         session b = session_open(model, &on), *t = k % 3 ? &b : &a;
         if (k % 3 == 2) session_do(&b, &first);
         int64_t id = must_load(t, saved[k], &found);
-        outcome *rest = adopt(t, &found, &at[k]);
+        outcome *rest = session_adopt(t, found.request, &at[k]);
         while (!rest->finished) session_step(t);
         memory m = memory_of(t, id);
         CHECK(same_choices(whole, rest) && memory_same(&want, &m), "step %d differs", k);
@@ -386,7 +339,7 @@ static void test_prefixes(void) {
         free(m.data);
         session_give_up(t, id);
         session_close(&b);
-        copy_free(&at[k]), unlink(saved[k]);
+        outcome_copy_free(&at[k]), unlink(saved[k]);
     }
     sala_info info;
     session_give_up(&a, a.out[i].sequence);
