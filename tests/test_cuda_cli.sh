@@ -57,6 +57,16 @@ done
 run --device cuda
 result damaged-cubin-is-rebuilt "$([ $status -eq 0 ] && cmp -s "$dir/out" "$dir/first" && echo 0 || echo 1)"
 
+# What measures on a GPU only (tools/gpu_check.sh) is gone through here, so that a visit does not end in a crash.
+tiny() { # name, what its output has, arguments of sala bench
+    name=$1 has=$2
+    shift 2
+    timeout 120 "$SALA" bench -q --device cuda --no-roofline --repeat 1 "$@" >"$dir/out" 2>"$dir/err"
+    result "bench-$name" "$([ $? -eq 0 ] && grep -q "$has" "$dir/out" && echo 0 || echo 1)"
+}
+tiny fill 'decode   2 x 2 tokens' --fill --prompt-tokens 64 --gen-tokens 2 --parallel 2 --kernels
+tiny chains 'chains   of 16 tokens' --fill --prompt-tokens 64 --gen-tokens 1 --chains
+
 # Killed while it compiles for the first time: the next start is clean, also with several at once.
 rm -rf "$dir/cache"
 "$SALA" run -p "Once" -n 3 --device cuda >/dev/null 2>&1 &

@@ -29,6 +29,7 @@ static int bench_skip_prompt(sala *s, sala_error *err) {
     for (sala__request *r = s->requests; r && code == 0; r = r->next) {
         if (r->state != SALA__PREFILL || r->prefilled) continue;
         sala__sequence *q = &s->sequences[r->slot];
+        code = sala__note_phase(s, q, 0, 0, err);
         r->prefilled = r->token_count;
         r->state = SALA__DECODE;
         q->stored = (int32_t)r->token_count - 1;
