@@ -949,7 +949,9 @@ SALA_FN int32_t sala_state_place(int32_t key, int32_t column) {
 
 #define SALA_GEMM4_THREADS 256 // with weights of 4 bits
 #define SALA_GEMM4_NARROW 512  // NVFP4 and up to 16 rows of x: items have 128 rows of weights
-#define SALA_GEMM4_TOKENS 48
+#define SALA_GEMM4_TOKENS 48   // rows of x at a time; with more rows than that these:
+#define SALA_BROAD_ROWS 128    // rows of w a block takes at a time
+#define SALA_BROAD_TOKENS 96   // and rows of x
 #define SALA_GEMM4_SHARED (99 << 10)
 
 // Into how many sums of consecutive k a block-spanning product is split, by the matrix's shape alone,
@@ -1125,8 +1127,10 @@ typedef struct sala_sample_args {
     X(quantize, sala_quantize_args, 256, 3)                                                        \
     X(gemm_nvfp4, sala_product_args, 512, 4)                                                       \
     X(gemm_nvfp4_wide, sala_product_args, 256, 4)                                                  \
+    X(gemm_nvfp4_broad, sala_product_args, 256, 4)                                                 \
     X(gemm_int4, sala_product_args, 256, 5)                                                        \
     X(gemm_int4_wide, sala_product_args, 256, 5)                                                   \
+    X(gemm_int4_broad, sala_product_args, 256, 5)                                                  \
     X(prefill_fp4, sala_product_args, 128, 6)                                                      \
     X(norm_quant, sala_norm_args, 128, 6)                                                          \
     X(capture, sala_capture_args, 256, 7)                                                          \

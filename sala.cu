@@ -486,7 +486,8 @@ enum {
     SALA_SHARED = SALA_GEMM4_SHARED,
     SALA_WEIGHTS = SALA_HAS(4) ? 1024 + 128 : 1024 + 256, // codes, scales
     SALA_WIDEST = SALA_GEMM4_TOKENS / 8,
-    SALA_RESULTS = 2048 // floats that teams leave for the sum
+    SALA_RESULTS = 2048, // floats that teams leave for the sum
+    SALA_BROAD_RESULTS = SALA_BROAD_TOKENS * SALA_BROAD_ROWS
 };
 #endif
 enum { SALA_TEAMS = SALA_HAS(0) ? 1 : 4, SALA_CHUNK = SALA_GEMM_K / 64 };
@@ -498,7 +499,9 @@ SALA_DEVICE constexpr int sala_gemm_team(int wide) {
 }
 
 SALA_DEVICE constexpr int sala_gemm_rows(int wide) {
-    return SALA_HAS(0) ? SALA_GEMM_ROWS : sala_gemm_team(wide);
+    return SALA_HAS(0)          ? SALA_GEMM_ROWS
+           : wide > SALA_WIDEST ? SALA_BROAD_ROWS
+                                : sala_gemm_team(wide);
 }
 
 SALA_DEVICE constexpr int sala_gemm_result(int wide) { // floats of one; there are 2 or 4
@@ -751,12 +754,13 @@ SALA_DEVICE uint2 sala_gemm_scales(const unsigned char *scales, int lane) {
 }
 
 // INT4: the scales of one run of 32 k and what brings 128 + code to code - zero, of rows g and g + 8,
-// each twice.
-SALA_DEVICE uint4 sala_gemm_scales_int4(int layout, const unsigned char *scales, int run) {
+// each twice. `biases`: how far they are from the scales.
+SALA_DEVICE uint4 sala_gemm_scales_int4(int layout, const unsigned char *scales, int biases,
+                                        int run) {
     bool fine = layout != SALA_INT4_WIDE;
     uint2 word = *(const uint2 *)scales, bias = word;
     if (fine) bias = make_uint2(0xC308C308u, 0xC308C308u); // -(128 + 8)
-    if (layout == SALA_INT4_ZEROS) bias = *(const uint2 *)(scales + 128);
+    if (layout == SALA_INT4_ZEROS) bias = *(const uint2 *)(scales + biases);
     uint32_t by = fine && run ? 0x3232 : 0x1010, to = fine && !run ? 0x1010 : 0x3232;
     return make_uint4(__byte_perm(word.x, 0, by), __byte_perm(word.y, 0, by),
                       __byte_perm(bias.x, 0, to), __byte_perm(bias.y, 0, to));
@@ -785,7 +789,7 @@ SALA_DEVICE void sala_gemm_dequant_tile(int layout, const uint4 *word, uint2 sca
         sala_gemm_dequant(first, sala_twice(two, 0), 0, 0, a);
         sala_gemm_dequant(second, sala_twice(two, 1), 0, 1, a);
     } else {
-        uint4 s = sala_gemm_scales_int4(layout, scales, run);
+        uint4 s = sala_gemm_scales_int4(layout, scales, 128, run);
         sala_gemm_dequant(first, s.x, s.z, 0, a);
         sala_gemm_dequant(second, s.y, s.w, 1, a);
     }
@@ -843,10 +847,12 @@ SALA_DEVICE float4 sala_gemm_value(int wide, int r, int column, const float *res
     const float *from = result + sala_gemm_place(wide, r, column);
     float4 v = *(const float4 *)from;
 #if !SALA_HAS(0)
-    const int size = sala_gemm_result(wide), areas = SALA_RESULTS / size;
-    const float4 alpha = *(const float4 *)(result + SALA_RESULTS + column);
+    const int size = sala_gemm_result(wide), areas = wide > SALA_WIDEST ? 1 : SALA_RESULTS / size;
+    const float4 alpha = *(
+        const float4 *)(result + (wide > SALA_WIDEST ? SALA_BROAD_RESULTS : SALA_RESULTS) + column);
     const float repair = SALA_HAS(4) ? 256 : 1;
-    float4 u = *(const float4 *)(from + size);
+    float4 u = {};
+    if (areas > 1) u = *(const float4 *)(from + size);
     if (areas == 4) { // the teams 2 and 3 are not in yet
         float4 v2 = *(const float4 *)(from + 2 * size), u2 = *(const float4 *)(from + 3 * size);
         v.x += v2.x, v.y += v2.y, v.z += v2.z, v.w += v2.w;
@@ -967,11 +973,12 @@ SALA_DEVICE void sala_gemm_store(const sala_product_args *a, const sala_gemm_ite
 #endif
 }
 
-// Wait until all but the latest n (0, 1, 2 or 4) of this thread's groups of copies are there.
+// Wait until all but the latest n (0 to 4) of this thread's groups of copies are there.
 SALA_DEVICE void sala_gemm_wait(int n) {
     if (n == 0) SALA_COPY_WAIT(0);
     if (n == 1) SALA_COPY_WAIT(1);
     if (n == 2) SALA_COPY_WAIT(2);
+    if (n == 3) SALA_COPY_WAIT(3);
     if (n == 4) SALA_COPY_WAIT(4);
 }
 
@@ -1093,6 +1100,240 @@ SALA_DEVICE void sala_gemm_run(const sala_product_args *a, bool narrow) {
 #endif
     }
 }
+
+#if !SALA_HAS(0)
+// 4 bits and more than 48 rows of x: what bounds a product are the tensor cores and the x that every
+// multiprocessor reads of L2. So a block, one a multiprocessor, takes 128 rows of weights and up to 96 of
+// x, in eight warps of 32 rows of weights and `part` (half of them) times 8 rows of x. Weights are
+// widened one run of 32 k ahead of their products. The quarters of k come in the order 0, 2, 1, 3: three
+// sums a thread are then enough for the bits of the teams above, (t0 + t2) + (t1 + t3).
+enum { SALA_BROAD_X = 2 * (SALA_HAS(4) ? SALA_BLOCK4 : SALA_BLOCK4_BIAS) };
+
+SALA_DEVICE constexpr int sala_broad_stage(int part) { // bytes: two blocks of weights, x
+    return SALA_BROAD_X + part * 2048;
+}
+
+SALA_DEVICE constexpr int sala_broad_stages(int part) { // five or seven
+    return SALA_SHARED / sala_broad_stage(part) < 7 ? SALA_SHARED / sala_broad_stage(part) : 7;
+}
+
+// The copies of a thread: where those of the next stage come from and go to.
+typedef struct sala_broad_feed {
+    const unsigned char *w, *x; // of the item's first stage
+    int stage, turn, left;      // to be copied next; turn of its quarter, and what is left of it
+    int slot;                   // offset in the ring
+    int stride, bytes;          // from a stage's weights to the next one's; of a stage's weights
+    int rows;                   // of x, less this thread's first
+} sala_broad_feed;
+
+// The stages of a quarter, the first of which is `from`.
+SALA_DEVICE int sala_broad_quarter(const sala_product_args *a, int turn, int *from) {
+    int share = (a->depth + 3) / 4;
+    *from = min(((turn & 1) * 2 + (turn >> 1)) * share, a->depth);
+    return min(share, a->depth - *from);
+}
+
+SALA_DEVICE sala_broad_feed sala_broad_begin(const sala_product_args *a, const sala_gemm_item *at) {
+    const sala_weight *w = &a->gemm.w[at->weight];
+    int thread = (int)threadIdx.x, first = at->split * a->depth;
+    int blocks = ((a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1) * w->n + 63) >> 6;
+    int block = sala_block4(w->format, w->group, w->zero != nullptr);
+    sala_broad_feed feed = {};
+    feed.stride = blocks * block;
+    feed.bytes = min(blocks - at->tile * 2, 2) * block; // the last tile may be alone
+    feed.w = (const unsigned char *)w->data + (int64_t)first * feed.stride + at->tile * 2 * block +
+             thread * 16;
+    feed.x = (const unsigned char *)a->gemm.x + (thread & 7) * 16 +
+             ((int64_t)(at->row + (thread >> 3)) * w->k + first * 64) * 2;
+    feed.rows = min(a->gemm.rows - at->row, a->tokens) - (thread >> 3);
+    feed.left = sala_broad_quarter(a, 0, &feed.stage);
+    return feed;
+}
+
+// Turn to the next stage; behind the last one `left` is 0.
+SALA_DEVICE void sala_broad_next(const sala_product_args *a, int part, sala_broad_feed *feed) {
+    feed->slot += sala_broad_stage(part);
+    if (feed->slot == sala_broad_stages(part) * sala_broad_stage(part)) feed->slot = 0;
+    feed->stage++;
+    feed->left--;
+#pragma unroll 1
+    while (feed->left <= 0 && feed->turn < 3)
+        feed->left = sala_broad_quarter(a, ++feed->turn, &feed->stage);
+}
+
+SALA_DEVICE void sala_broad_copy_weights(const sala_broad_feed *feed) {
+    unsigned char *to = sala_shared() + feed->slot + threadIdx.x * 16;
+    const unsigned char *from = feed->w + (int64_t)feed->stage * feed->stride;
+    if (feed->left <= 0) return;
+    if ((int)threadIdx.x * 16 < feed->bytes) sala_copy16(to, from);
+    if ((int)threadIdx.x * 16 + 4096 < feed->bytes) sala_copy16(to + 4096, from + 4096);
+}
+
+// Units of x lie as in sala_gemm_copy_x.
+SALA_DEVICE void sala_broad_copy_x(const sala_product_args *a, int part,
+                                   const sala_broad_feed *feed) {
+    int row = (int)threadIdx.x >> 3, unit = ((int)threadIdx.x & 7) ^ (row & 1) * 4;
+    unsigned char *to = sala_shared() + feed->slot + SALA_BROAD_X + row * 128 + unit * 16;
+    const unsigned char *from = feed->x + feed->stage * 128;
+    if (feed->left <= 0) return;
+#pragma unroll
+    for (int i = 0; i < part * 16; i += 32)
+        if (i < feed->rows) sala_copy16(to + i * 128, from + (int64_t)i * 2 * a->gemm.w[0].k);
+}
+
+// What a warp's lane holds of the weights: a stage's words of two tiles of 16 rows and their scales
+// (NVFP4: x and y, of both runs; INT4: of one run), and the A operands of two runs: [run][tile][step].
+typedef struct sala_broad_weights {
+    uint4 word[2], scale[2];
+    uint32_t a[2][2][2][4];
+} sala_broad_weights;
+
+// The words and scales (INT4: those of `run` alone) of the stage at `stage`.
+SALA_DEVICE void sala_broad_load(const unsigned char *stage, int block, int layout, int run,
+                                 sala_broad_weights *w) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
+    stage += (warp >> 1 & 1) * block;
+#pragma unroll
+    for (int tile = 0; tile < 2; tile++) {
+        int sixteen = (warp & 1) * 2 + tile;
+        const unsigned char *scales = stage + 2048 + sixteen * 64;
+        if (run == 0) w->word[tile] = *(const uint4 *)(stage + sixteen * 512 + lane * 16);
+        if (SALA_HAS(5)) {
+            scales += (lane >> 2) * 8;
+            w->scale[tile] = sala_gemm_scales_int4(layout, scales, 256, run);
+        } else if (run == 0) {
+            uint2 both = sala_gemm_scales(scales, lane);
+            w->scale[tile].x = both.x, w->scale[tile].y = both.y;
+        }
+    }
+}
+
+// Widen word i of the four that a run has: two of each tile.
+SALA_DEVICE void sala_broad_widen(int run, int i, sala_broad_weights *w) {
+    int tile = i >> 1, half = i & 1;
+    const uint4 word = w->word[tile], scale = w->scale[tile];
+    uint32_t by = half ? scale.y : scale.x, bias = half ? scale.w : scale.z;
+    uint32_t codes = run ? (half ? word.w : word.z) : half ? word.y : word.x;
+    if (SALA_HAS(4)) by = sala_twice(run ? scale.y : scale.x, half), bias = 0;
+    sala_gemm_dequant(codes, by, bias, half, w->a[run][tile]);
+}
+
+// The products of the stage at `slot`; the first operands of the stage at `next` are made on the way.
+SALA_DEVICE void sala_broad_stage_of(const sala_product_args *a, int layout, int part, int block,
+                                     int slot, int next, sala_broad_feed *feed,
+                                     sala_broad_weights *w, uint4 b[2][3],
+                                     float sum[SALA_WIDEST][2][4]) {
+    const int batch = (part + 1) / 2; // groups whose products with the same weights come together
+    int lane = (int)threadIdx.x & 31, row = lane >> 2;
+    const unsigned char *shared = sala_shared();
+    const unsigned char *x = shared + SALA_BROAD_X + ((int)threadIdx.x >> 7) * part * 1024 +
+                             row * 128 + ((row & 1) * 4 + (lane & 3)) * 16;
+    const int other = 64 - (row & 1) * 128; // from x of the first run to that of the second
+#pragma unroll
+    for (int q = 0; q < 4; q++) { // a run's first and second batch
+        const int run = q >> 1, first = (q & 1) * batch, to = (~q & 1) * batch;
+        const unsigned char *from = x + (q == 1 || q == 2 ? other : 0) + (q == 3 ? next : slot);
+        if (first == 0 && (run || SALA_HAS(5)))
+            sala_broad_load(shared + (run ? next : slot), block, layout, run ^ 1, w);
+#pragma unroll
+        for (int i = 0; i < batch; i++)
+            if (to + i < part)
+                b[~q & 1][i] = sala_gemm_order(*(const uint4 *)(from + (to + i) * 1024));
+        sala_broad_widen(run ^ 1, (q & 1) * 2, w);
+        sala_broad_widen(run ^ 1, (q & 1) * 2 + 1, w);
+#pragma unroll
+        for (int i = 0; i < 4 * batch; i++) { // step, then tile, then group
+            int step = i / 2 / batch, tile = i / batch & 1, group = i % batch;
+            const uint4 v = b[q & 1][group];
+            const uint32_t bs[2] = {step ? v.z : v.x, step ? v.w : v.y};
+            if (first + group < part) sala_mma(sum[first + group][tile], w->a[run][tile][step], bs);
+        }
+        if (q == 0) {
+            sala_broad_copy_weights(feed);
+            sala_broad_copy_x(a, part, feed);
+        }
+    }
+    sala_copy_commit();
+    sala_broad_next(a, part, feed);
+}
+
+// All stages of an item, the first of them under way.
+SALA_DEVICE void sala_broad_multiply(const sala_product_args *a, sala_broad_feed *feed, int layout,
+                                     int block, int part, float total[SALA_WIDEST][2][4]) {
+    const int size = sala_broad_stage(part), stages = sala_broad_stages(part);
+    int lane = (int)threadIdx.x & 31, row = lane >> 2, slot = 0, from;
+    const unsigned char *x = sala_shared() + SALA_BROAD_X + ((int)threadIdx.x >> 7) * part * 1024 +
+                             row * 128 + ((row & 1) * 4 + (lane & 3)) * 16;
+    float odd[SALA_WIDEST][2][4] = {};
+    sala_broad_weights w = {};
+    uint4 b[2][3] = {};
+    sala_gemm_wait(stages - 3);
+    __syncthreads();
+    sala_broad_load(sala_shared(), block, layout, 0, &w);
+#pragma unroll
+    for (int i = 0; i < 4; i++) sala_broad_widen(0, i, &w);
+#pragma unroll
+    for (int i = 0; i < (part + 1) / 2; i++)
+        b[0][i] = sala_gemm_order(*(const uint4 *)(x + i * 1024));
+#pragma unroll 1
+    for (int turn = 0; turn < 4; turn++) {
+        float sum[SALA_WIDEST][2][4] = {};
+#pragma unroll 1
+        for (int left = sala_broad_quarter(a, turn, &from); left > 0; left--) {
+            int next = slot + size == stages * size ? 0 : slot + size;
+            sala_gemm_wait(stages - 3);
+            __syncthreads(); // the next stage is there for all, and all are done with the one before
+            sala_broad_stage_of(a, layout, part, block, slot, next, feed, &w, b, sum);
+            slot = next;
+        }
+#pragma unroll
+        for (int i = 0; i < part * 8; i++) {
+            float *t = &total[i >> 3][i >> 2 & 1][i & 3], *u = &odd[i >> 3][i >> 2 & 1][i & 3];
+            if (turn < 2)
+                *t += sum[i >> 3][i >> 2 & 1][i & 3];
+            else
+                *u += sum[i >> 3][i >> 2 & 1][i & 3];
+            if (turn == 3) *t += *u;
+        }
+    }
+}
+
+// All items of this block. `part` is a constant.
+SALA_DEVICE void sala_broad_run(const sala_product_args *a, int part) {
+    float *result = (float *)sala_shared();
+#pragma unroll 1
+    for (int item = (int)blockIdx.x; item < a->items; item += (int)gridDim.x) {
+        sala_gemm_item at = sala_gemm_find(a, item);
+        const sala_weight *w = &a->gemm.w[at.weight];
+        int layout = SALA_HAS(5) ? sala_gemm_layout(a, at.weight) : 0;
+        int block = sala_block4(w->format, w->group, w->zero != nullptr);
+        sala_broad_feed feed = sala_broad_begin(a, &at), x = feed;
+        float total[SALA_WIDEST][2][4] = {};
+#pragma unroll 1
+        for (int i = 1; i < sala_broad_stages(part); i++, sala_broad_next(a, part, &feed))
+            sala_broad_copy_weights(&feed);
+        if (item == (int)blockIdx.x) sala_wait_grid();
+#pragma unroll 1
+        for (int i = 1; i < sala_broad_stages(part); i++, sala_broad_next(a, part, &x)) {
+            sala_broad_copy_x(a, part, &x);
+            sala_copy_commit(); // the first group also holds all those weights
+        }
+        sala_broad_multiply(a, &feed, layout, block, part, total);
+        at = sala_gemm_find(a, sala_here(item));
+        float alpha = sala_gemm_alpha(a, &at, 2 * part);
+        SALA_COPY_WAIT(0);
+        __syncthreads(); // all have read the last stage
+        if (threadIdx.x < SALA_BROAD_ROWS) result[SALA_BROAD_RESULTS + threadIdx.x] = alpha;
+#pragma unroll
+        for (int i = 0; i < part; i++)
+            sala_gemm_lay(2 * part, total[i], ((int)threadIdx.x >> 7) * part * 8 + i * 8,
+                          ((int)threadIdx.x >> 5 & 3) * 32, false, result);
+        __syncthreads();
+        sala_gemm_put(a, &at, 2 * part, 0, min(a->gemm.rows - at.row, a->tokens), result);
+        __syncthreads();
+    }
+}
+#endif
 
 // ---- 5. the norm, alone and behind a product
 
@@ -1227,10 +1468,12 @@ extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
 #define SALA_NARROW sala_gemm_nvfp4
 #define SALA_NARROW_THREADS SALA_GEMM4_NARROW
 #define SALA_WIDE sala_gemm_nvfp4_wide
+#define SALA_BROAD sala_gemm_nvfp4_broad
 #else
 #define SALA_NARROW sala_gemm_int4
 #define SALA_NARROW_THREADS SALA_GEMM4_THREADS
 #define SALA_WIDE sala_gemm_int4_wide
+#define SALA_BROAD sala_gemm_int4_broad
 #endif
 extern "C" __global__ void __launch_bounds__(SALA_NARROW_THREADS, 512 / SALA_NARROW_THREADS)
     SALA_NARROW(const __grid_constant__ sala_product_args a) {
@@ -1243,6 +1486,19 @@ extern "C" __global__ void __launch_bounds__(SALA_GEMM4_THREADS, 2)
     SALA_WIDE(const __grid_constant__ sala_product_args a) {
     sala_launch_next();
     sala_gemm_run(&a, false);
+    if (a.kind == SALA_PRODUCT_NORM) sala_gemm_finish(&a);
+}
+
+// The same with more than SALA_GEMM4_TOKENS rows of x. Grid: min(items, multiprocessors). Reads the
+// weights once for every SALA_BROAD_TOKENS rows of x, and x once for every 128 rows of weights. Twins: as
+// above.
+extern "C" __global__ void __launch_bounds__(SALA_GEMM4_THREADS, 1)
+    SALA_BROAD(const __grid_constant__ sala_product_args a) {
+    sala_launch_next();
+    if (a.tokens <= 64)
+        sala_broad_run(&a, 4);
+    else
+        sala_broad_run(&a, 6);
     if (a.kind == SALA_PRODUCT_NORM) sala_gemm_finish(&a);
 }
 #endif

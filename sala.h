@@ -8622,7 +8622,8 @@ static void sala__launch_prefill_product(sala__gpu *g, sala_product_args *a) {
 // or one block that is twice as large.
 static void sala__launch_verify_product(sala__gpu *g, sala_product_args *a) {
     const sala_weight *w = a->gemm.w;
-    int four = sala__is_4bit(w->format), tokens = four ? SALA_GEMM4_TOKENS : SALA_GEMM_TOKENS;
+    int four = sala__is_4bit(w->format), broad = four && a->gemm.rows > SALA_GEMM4_TOKENS;
+    int tokens = broad ? SALA_BROAD_TOKENS : four ? SALA_GEMM4_TOKENS : SALA_GEMM_TOKENS;
     int pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1, kernel = SALA__KERNEL_gemm;
     int rows = SALA_GEMM_ROWS, tiles = 0;
     a->splits = a->kind == SALA_PRODUCT_NORM    ? sala_gemm_splits(w->n, w->k)
@@ -8634,8 +8635,9 @@ static void sala__launch_verify_product(sala__gpu *g, sala_product_args *a) {
     if (four) { // as many rows of x in each tile, in groups of eight
         a->tokens = ((a->gemm.rows + a->row_tiles - 1) / a->row_tiles + 7) / 8 * 8;
         kernel = w->format == SALA_NVFP4 ? SALA__KERNEL_gemm_nvfp4 : SALA__KERNEL_gemm_int4;
+        if (kernel == SALA__KERNEL_gemm_nvfp4 && a->tokens <= 16) rows *= 2;
         if (a->tokens > 16) kernel++; // gemm_..._wide
-        if (kernel == SALA__KERNEL_gemm_nvfp4) rows *= 2;
+        if (broad) kernel++, rows *= 2;
     }
     for (int i = 0; i < a->gemm.count; i++)
         tiles += a->tiles[i] = (pair * w[i].n + rows - 1) / rows;
