@@ -13663,14 +13663,17 @@ SALA_API int sala_check_weights(sala *s, sala_error *err) {
                  -  if draft: k, v of the draft head [pages, kv_heads, rows of the page, head_dim] act,
                     features that wait [tokens, 3 hidden] act
 
-   A checksum goes on from the one before it, the first one from the bytes before it: whatever is
-   changed, missing or from another file does not fit.
+   A checksum is of the one before it (the first: of the bytes before it) and the block's own sum, so
+   that threads can sum blocks, and whatever is changed, missing or from another file does not fit.
    -------------------------------------------------------------------------------------------- */
 
 // To be raised when the layout changes, or a number that a pass computes.
-#define SALA__SESSION_VERSION 1
+#define SALA__SESSION_VERSION 2
+#ifndef SALA__SESSION_BLOCK // tests want many
 #define SALA__SESSION_BLOCK ((size_t)1 << 20)
+#endif
 #define SALA__SESSION_START 24 // where the blocks begin
+#define SALA__SESSION_WINDOW 8 // blocks, at most, that are read at once
 
 typedef struct sala__session_head {
     uint64_t model, draft; // fingerprints; draft 0: the head knows nothing of the sequence
@@ -13695,12 +13698,18 @@ typedef struct sala__session {
     const char *path;
     sala_error *err;
     int code;    // of the first failure, behind which nothing happens
-    int reading; // or writing; without a block, nothing is written, only measured
+    int reading; // or writing; without memory, nothing is written, only measured
     int fd;
-    unsigned char *block; // page-locked where the engine is on a GPU
-    size_t at, size;      // the next byte of it; where it ends
-    uint64_t sum;         // of the block before
-    int64_t total, left;  // P, and how much of it is still to come
+    sala__cpu pool;           // threads where the engine is on a GPU and has none
+    unsigned char *memory;    // a window, or two page-locked ones where it is on a GPU
+    unsigned char *window;    // the one at hand
+    int64_t from, whole;      // where the window is in the file; bytes of the file
+    int blocks, count, index; // windows hold so many; this one does; the block at hand
+    size_t at, size;          // the next byte of it; where it ends
+    uint64_t sum;             // of the block before
+    int64_t total, left;      // P, and how much of it is still to come
+    uint64_t sums[SALA__SESSION_WINDOW];
+    int errors[SALA__SESSION_WINDOW];
 } sala__session;
 
 // ---- the file ----
@@ -13749,54 +13758,99 @@ static void sala__session_must(sala__session *f, int holds, const char *what) {
     if (!holds) sala__session_fail(f, SALA_E_FILE, "a damaged session: %s cannot be", what);
 }
 
-// These bytes to or from the file, as many as there are.
-static size_t sala__session_move(sala__session *f, unsigned char *bytes, size_t count) {
-    size_t done = 0;
-    ssize_t n = 1;
-    while (done < count && n > 0) {
-        n = f->reading ? read(f->fd, bytes + done, count - done)
-                       : write(f->fd, bytes + done, count - done);
-        if (n > 0) done += (size_t)n;
-        if (n < 0 && errno == EINTR) n = 1;
+// These bytes to or from a place of the file. Returns 0, an errno, or -1 where the file ends.
+static int sala__session_move(const sala__session *f, void *bytes, size_t count, int64_t place) {
+    for (char *p = (char *)bytes; count;) {
+        ssize_t n = f->reading ? pread(f->fd, p, count, place) : pwrite(f->fd, p, count, place);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) return n ? errno : -1;
+        p += n;
+        place += n;
+        count -= (size_t)n;
     }
-    if (n < 0)
+    return 0;
+}
+
+static void sala__session_moved(sala__session *f, int error) {
+    if (error < 0) sala__session_fail(f, SALA_E_FILE, "it became shorter while it was read");
+    if (error > 0)
         sala__session_fail(f, SALA_E_FILE, "cannot %s: %s", f->reading ? "read" : "write",
-                           strerror(errno));
-    return done;
+                           strerror(error));
+}
+
+static int64_t sala__session_whole(int64_t total) { // bytes of a file of so many
+    const int64_t payload = (int64_t)SALA__SESSION_BLOCK - 8;
+    return SALA__SESSION_START + total + (total + payload - 1) / payload * 8;
+}
+
+static size_t sala__session_size(const sala__session *f, int64_t i) { // of a block of the window
+    int64_t rest = f->whole - f->from - i * (int64_t)SALA__SESSION_BLOCK;
+    return rest < (int64_t)SALA__SESSION_BLOCK ? (size_t)rest : SALA__SESSION_BLOCK;
+}
+
+// What threads do: read a block, and sum it.
+static void sala__session_item(void *context, int64_t i, int thread) {
+    sala__session *f = (sala__session *)context;
+    unsigned char *block = f->window + (size_t)i * SALA__SESSION_BLOCK;
+    size_t size = sala__session_size(f, i);
+    int64_t place = f->from + i * (int64_t)SALA__SESSION_BLOCK;
+    (void)thread;
+    f->errors[i] = f->reading ? sala__session_move(f, block, size, place) : 0;
+    if (!f->errors[i]) f->sums[i] = sala__checksum(0, block + 8, size - 8);
+}
+
+// Read a window and check it, while the device still copies from the other one; or write this one.
+static void sala__session_window(sala__session *f) {
+    sala *s = f->s;
+    uint64_t sum;
+    if (s->on_gpu && !f->reading) f->code = sala__cuda_wait(&s->gpu.cuda, f->err);
+    if (f->code < 0) return;
+    sala__parallel(s->on_gpu ? &f->pool : &s->cpu, f->count, sala__session_item, f);
+    if (s->on_gpu && f->reading) f->code = sala__cuda_wait(&s->gpu.cuda, f->err);
+    for (int i = 0; i < f->count && f->code == 0; i++) {
+        unsigned char *block = f->window + (size_t)i * SALA__SESSION_BLOCK;
+        int64_t place = f->from + i * (int64_t)SALA__SESSION_BLOCK;
+        size_t size = sala__session_size(f, i);
+        f->sum = sala__checksum(f->sum, &f->sums[i], 8);
+        memcpy(&sum, block, 8);
+        if (!f->reading) {
+            memcpy(block, &f->sum, 8);
+            f->errors[i] = sala__session_move(f, block, size, place);
+        }
+        sala__session_moved(f, f->errors[i]);
+        if (f->reading && sum != f->sum)
+            sala__session_fail(f, SALA_E_FILE, "a damaged session: a checksum is wrong");
+        sala__progress(&s->env, f->reading ? "loading" : "saving",
+                       ((double)place + (double)size) / (double)f->whole);
+    }
 }
 
 // The block is full, or read to its end: on to the next one.
 static void sala__session_turn(sala__session *f) {
-    sala *s = f->s;
-    uint64_t sum;
-    if (s->on_gpu) f->code = sala__cuda_wait(&s->gpu.cuda, f->err); // its copies are under way
-    if (f->code < 0) return;
-    sala__progress(&s->env, f->reading ? "loading" : "saving",
-                   1 - (double)f->left / (double)f->total);
-    if (!f->reading) {
-        f->sum = sala__checksum(f->sum, f->block + 8, f->at - 8);
-        memcpy(f->block, &f->sum, 8);
-        sala__session_move(f, f->block, f->at);
-    } else {
-        sala__session_must(f, f->left > 0, "its end");
-        if (f->left < (int64_t)f->size - 8) f->size = (size_t)f->left + 8;
-        if (f->code == 0 && sala__session_move(f, f->block, f->size) < f->size)
-            sala__session_fail(f, SALA_E_FILE, "it became shorter while it was read");
-        memcpy(&sum, f->block, 8);
-        f->sum = sala__checksum(f->sum, f->block + 8, f->size - 8);
-        if (sum != f->sum)
-            sala__session_fail(f, SALA_E_FILE, "a damaged session: a checksum is wrong");
+    if (++f->index == f->count) {
+        if (!f->reading) sala__session_window(f);
+        f->from += f->count * (int64_t)SALA__SESSION_BLOCK;
+        int64_t rest =
+            (f->whole - f->from + (int64_t)SALA__SESSION_BLOCK - 1) / (int64_t)SALA__SESSION_BLOCK;
+        f->index = 0;
+        f->count = rest < f->blocks ? (int)rest : f->blocks;
+        sala__session_must(f, rest > 0, "its end");
+        if (f->s->on_gpu) // what is copied stays whole
+            f->window = f->window == f->memory ? f->memory + (size_t)f->blocks * SALA__SESSION_BLOCK
+                                               : f->memory;
+        if (f->reading && f->code == 0) sala__session_window(f);
     }
     f->at = 8;
+    f->size = f->code < 0 ? f->at : sala__session_size(f, f->index);
 }
 
 // The next bytes of P: `p` to the file, or from it to `p`. `there`: p lies where operations run.
 static void sala__session_io(sala__session *f, const void *p, size_t bytes, int there) {
     sala__cuda *c = &f->s->gpu.cuda;
     char *at = (char *)(uintptr_t)p;
-    if (!f->block) f->total += (int64_t)bytes;
-    while (f->block && bytes && f->code == 0) {
-        unsigned char *b = f->block + f->at;
+    if (!f->memory) f->total += (int64_t)bytes;
+    while (f->memory && bytes && f->code == 0) {
+        unsigned char *b = f->window + (size_t)f->index * SALA__SESSION_BLOCK + f->at;
         size_t n = f->size - f->at < bytes ? f->size - f->at : bytes;
         if (n == 0)
             sala__session_turn(f);
@@ -14130,34 +14184,42 @@ static void sala__session_start(sala__session *f, unsigned char start[SALA__SESS
     f->sum = sala__checksum(0, start, SALA__SESSION_START);
 }
 
-// The block, and the device if there is one.
+// The windows, and the device if there is one.
 static void sala__session_begin(sala__session *f) {
     sala *s = f->s;
-    void *block = NULL;
+    void *memory = NULL;
+    f->whole = sala__session_whole(f->total);
+    f->from = SALA__SESSION_START;
+    f->left = f->total;
+    f->index = -1; // before the first block of a window that is done
+    f->blocks = SALA__SESSION_WINDOW;
+    if (f->whole < f->blocks * (int64_t)SALA__SESSION_BLOCK)
+        f->blocks = (int)(f->whole / (int64_t)SALA__SESSION_BLOCK) + 1;
+    size_t bytes = (size_t)f->blocks * SALA__SESSION_BLOCK;
     if (!s->on_gpu) {
-        block = sala__alloc(&s->env, SALA__SESSION_BLOCK, 1, "a session", f->err);
-        if (!block) f->code = SALA_E_MEMORY;
+        memory = sala__alloc(&s->env, bytes, 1, "a session", f->err);
+        if (!memory) f->code = SALA_E_MEMORY;
     } else if ((f->code = sala__cuda_enter(&s->gpu.cuda, f->err)) == 0) {
-        f->code =
-            sala__cuda_alloc_host(&s->gpu.cuda, SALA__SESSION_BLOCK, "a session", &block, f->err);
+        int threads = s->options.threads < f->blocks ? s->options.threads : f->blocks;
+        f->code = sala__cpu_open(&s->env, threads, 0, &f->pool, f->err);
+        if (f->code == 0)
+            f->code = sala__cuda_alloc_host(&s->gpu.cuda, 2 * bytes, "a session", &memory, f->err);
         if (f->code < 0) sala__cuda_leave(&s->gpu.cuda);
     }
-    f->block = (unsigned char *)block;
-    f->size = SALA__SESSION_BLOCK;
-    f->at = f->reading ? f->size : 8;
-    f->left = f->total;
+    f->memory = f->window = (unsigned char *)memory;
 }
 
 static void sala__session_end(sala__session *f) {
     sala__cuda *c = &f->s->gpu.cuda;
-    if (f->block && f->s->on_gpu) {
+    if (f->memory && f->s->on_gpu) {
         int code = sala__cuda_wait(c, f->code ? NULL : f->err); // copies may be under way
         if (f->code == 0) f->code = code;
-        sala__cuda_release_host(c, f->block);
+        sala__cuda_release_host(c, f->memory);
         sala__cuda_leave(c);
-    } else if (f->block) {
-        sala__release(&f->s->env, f->block);
+    } else if (f->memory) {
+        sala__release(&f->s->env, f->memory);
     }
+    sala__cpu_close(&f->pool);
 }
 
 // Write everything to a fresh file beside the path, which then takes the path's place.
@@ -14168,9 +14230,9 @@ static void sala__session_write(sala__session *f, const sala__sequence *q, const
     if (f->fd < 0) sala__session_fail(f, SALA_E_FILE, "cannot create: %s", strerror(errno));
     if (f->fd < 0) return;
     sala__session_start(f, start);
-    sala__session_move(f, start, sizeof start);
+    sala__session_moved(f, sala__session_move(f, start, sizeof start, 0));
     sala__session_put(f, q, r);
-    if (f->code == 0) sala__session_turn(f);
+    if (f->code == 0) sala__session_window(f);
     int bad = f->code == 0 && fsync(f->fd) != 0;
     bad |= close(f->fd) != 0;
     if (f->code == 0 && (bad || rename(part, f->path) != 0))
@@ -14219,7 +14281,6 @@ SALA_API int sala_save(sala *s, int64_t id, const char *path, sala_error *err) {
 // Open a file and look at its first bytes.
 static void sala__session_open(sala__session *f) {
     unsigned char start[SALA__SESSION_START] = {0}, want[SALA__SESSION_START];
-    const int64_t payload = (int64_t)SALA__SESSION_BLOCK - 8;
     uint32_t version;
     struct stat st;
     memset(&st, 0, sizeof st);
@@ -14227,7 +14288,8 @@ static void sala__session_open(sala__session *f) {
     if (f->fd < 0 || fstat(f->fd, &st) < 0)
         sala__session_fail(f, SALA_E_FILE, "cannot open: %s", strerror(errno));
     if (f->code < 0) return;
-    if (S_ISREG(st.st_mode)) sala__session_move(f, start, sizeof start);
+    int error = S_ISREG(st.st_mode) ? sala__session_move(f, start, sizeof start, 0) : 0;
+    if (error > 0) sala__session_moved(f, error);
     if (memcmp(start, "SALASES", 8) != 0)
         sala__session_fail(f, SALA_E_FILE, "not a session that sala_save wrote");
     memcpy(&version, start + 8, 4);
@@ -14240,7 +14302,7 @@ static void sala__session_open(sala__session *f) {
         f, memcmp(start, want, sizeof start) == 0 && f->total > 0 && f->total < INT64_MAX / 2,
         "how it begins");
     if (f->code < 0) return;
-    int64_t whole = f->total + SALA__SESSION_START + (f->total + payload - 1) / payload * 8;
+    int64_t whole = sala__session_whole(f->total);
     if (whole != st.st_size)
         sala__session_fail(f, SALA_E_FILE,
                            "a session cut short or altered: %lld bytes instead of %lld",

@@ -1,4 +1,5 @@
 #define SALA_IMPLEMENTATION
+#define SALA__SESSION_BLOCK ((size_t)4096) // so that files have many
 #include "../sala.h"
 // Sessions: what is saved anywhere in a request goes on as if nothing had happened, bit by bit; every other file is
 // refused, and nothing is left of it.
@@ -430,7 +431,7 @@ static void refused(session *t, const char *path, int code, const char *word) {
 
 // The file again with right checksums, whatever stands between them.
 static void seal(unsigned char *data, int64_t size) {
-    uint64_t sum;
+    uint64_t sum, own;
     sala__session f;
     memset(&f, 0, sizeof f);
     f.total = size - SALA__SESSION_START;
@@ -440,7 +441,8 @@ static void seal(unsigned char *data, int64_t size) {
     for (int64_t i = SALA__SESSION_START; i < size; i += (int64_t)SALA__SESSION_BLOCK) {
         int64_t n = size - i;
         if (n > (int64_t)SALA__SESSION_BLOCK) n = (int64_t)SALA__SESSION_BLOCK;
-        sum = sala__checksum(sum, data + i + 8, (size_t)n - 8);
+        own = sala__checksum(0, data + i + 8, (size_t)n - 8);
+        sum = sala__checksum(sum, &own, 8);
         memcpy(data + i, &sum, 8);
     }
 }
@@ -573,9 +575,9 @@ static void test_foreign(void) {
     refused(&b, file, SALA_E_MODEL, "another model");
     unsigned char *copy = (unsigned char *)need(malloc((size_t)f.size));
     memcpy(copy, f.data, (size_t)f.size);
-    copy[8] = 2;
+    copy[8] = 1;
     write_bytes(file, copy, (size_t)f.size);
-    refused(&b, file, SALA_E_FILE, "a session of version 2, but sala");
+    refused(&b, file, SALA_E_FILE, "a session of version 1, but sala");
     write_bytes(file, f.data, (size_t)f.size);
     free(copy);
     sala__unmap_file(&f);
