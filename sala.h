@@ -160,7 +160,9 @@ typedef struct sala_options {
     // too, takes that sequence over, as if it had named it. That is exact as a continuation: decoded
     // tokens have other bits than prefilled ones.
     const char *reuse;
-    int64_t reuse_memory; // bytes of snapshots of lightning states for it; default: 16 snapshots
+    int64_t
+        reuse_memory; // bytes of snapshots of lightning states for it; default: 16 snapshots, or
+                      // as many as fit (none: reuse is off, unless it was asked for)
     // Speculation. It never changes the output, only the time that it takes.
     const char *spec;      // "auto" (default: what is there and pays), "off", "ngram", "eagle"
     const char *draft;     // folder of an EAGLE-3 head (synthetic: its config.json); NULL: none
@@ -9511,6 +9513,7 @@ struct sala {
     sala__tokenizer tokenizer;
     int has_tokenizer, sparse_layers, lightning_layers;
     sala__plan plan;
+    int32_t default_snapshots; // of prefixes: what fits, up to 16
     sala__cpu cpu;
     int cpu_open;
     sala__gpu gpu;
@@ -9925,7 +9928,7 @@ static int32_t sala__plan_snapshots(const sala *s) {
     int64_t each = (int64_t)s->plan.state * 4 * s->lightning_layers,
             memory = s->options.reuse_memory;
     if (sala__reuse_is(s, "off")) return 0;
-    if (!memory || !each) return 16;
+    if (!memory || !each) return s->default_snapshots;
     return (int32_t)(memory / each < 4096 ? memory / each : 4096);
 }
 
@@ -10057,9 +10060,17 @@ static int sala__make_plan(sala *s, sala_error *err) {
     p->limit = o->memory_limit ? o->memory_limit : s->on_gpu ? s->gpu_free : sala__free_memory();
     int code = sala__choose_prefill(s, err);
     if (code < 0) return code;
+    s->default_snapshots = 16;
     int64_t total = sala__measure(s);
+    if (total > p->limit && p->reuse_bytes && !o->reuse_memory) { // they give way
+        int64_t each = p->reuse_bytes / p->snapshots, excess = (total - p->limit + each - 1) / each;
+        s->default_snapshots = excess < 16 ? 16 - (int32_t)excess : 0;
+        if (o->reuse && !s->default_snapshots) s->default_snapshots = 1;
+        total = sala__measure(s);
+        if (!p->snapshots && total <= p->limit) s->options.reuse = "off";
+    }
     if (total < 0) return sala__fail(err, SALA_E_MEMORY, "the plan takes more than 1000 TB");
-    if (!p->snapshots && !sala__reuse_is(s, "off"))
+    if (!p->snapshots && o->reuse_memory && !sala__reuse_is(s, "off"))
         return sala__fail(
             err, SALA_E_ARGUMENT,
             "reuse-memory (%lld) holds no snapshot of the lightning states, which are "
@@ -10097,6 +10108,7 @@ static int64_t sala__longest_context(const sala *s) {
     trial.gpu_draft_weight_bytes = s->gpu_draft_weight_bytes;
     trial.plan.unpack_bytes = s->plan.unpack_bytes;
     trial.has_draft = s->has_draft;
+    trial.default_snapshots = s->options.reuse != NULL; // the others give way
     trial.draft_config = s->draft_config;
     int64_t block = s->config.dims.block, fits = 0, most = ((int64_t)1 << 30) / block;
     while (fits < most) {
