@@ -11947,7 +11947,8 @@ static int sala__request_copy(sala *s, const sala_request *ask, sala__request *r
             (char *)sala__copy(s, text, strlen(text) + 1, 1, "a stop string", err);
         if (!r->stop[r->stop_count]) return SALA_E_MEMORY;
     }
-    if (s->has_tokenizer) sala__stream_init(&s->tokenizer, ask->special_text, &r->stream);
+    r->stream.t = &s->tokenizer; // a loaded request's goes on
+    r->stream.special = ask->special_text;
     code = sala__sampler_init(&s->env, ask, s->config.dims.vocab, &r->sampler, err);
     for (int64_t i = 0; code == 0 && i < r->token_count; i++)
         sala__sampler_note(&r->sampler, r->tokens[i], 0);
@@ -13665,8 +13666,8 @@ SALA_API int sala_check_weights(sala *s, sala_error *err) {
           24     -  blocks of 2^20 bytes, the last one shorter: a checksum of 8 bytes, then bytes of P
    P:      0    96  sala__session_head
                  -  list of int32: the history; list of sala__phase
-                 -  if has_request: sala__session_request; the fields of sala_request in the order of
-                    sala__request_table; lists: forced tokens, guess and stop tokens (int32), biases
+                 -  if has_request: what sala__session_course moves; the fields of sala_request in
+                    the order of sala__request_table; lists: forced tokens, guess and stop tokens (int32), biases
                     (sala_bias), text held back, then stop strings, each a list with its zero
                  -  of each sparse layer k, v, tier 1, tier 2: the rows that exist, page by page
                     [kv_heads, rows of the page, head_dim] act
@@ -13694,16 +13695,6 @@ typedef struct sala__session_head {
     int32_t stored, pending, draft_filled, draft_seen; // of the sequence
     int64_t zero[2];
 } sala__session_head;
-
-typedef struct sala__session_request { // names as in sala__request
-    int64_t token_count, prefilled, segment_start, chosen, shared, reused, decode_bytes;
-    double
-        age[4]; // seconds since it was submitted, admitted, its first and last token; -1: not yet
-    sala_timings counted;
-    int32_t took_root, cancelled;
-    int32_t text_begun, text_held; // of its text: something came out; bytes of half a character
-    char text[4], zero[4];
-} sala__session_request;
 
 typedef struct sala__session {
     sala *s;
@@ -14058,30 +14049,28 @@ static void sala__session_ask(sala__session *f, sala_request *ask, sala__string 
     held->size = held->capacity = (size_t)bytes;
 }
 
-static double sala__session_age(double time) {
-    return time > 0 ? sala__now() - time : -1;
+// How far it is, in either direction. Times are ages in a file, since clocks begin anew; -1: not yet.
+static void sala__session_course(sala__session *f, sala__request *r) {
+    sala__stream *t = &r->stream;
+    double *const times[4] = {&r->submitted, &r->admitted, &r->first_token, &r->last_token};
+    void *const longs[] = {&r->token_count, &r->prefilled, &r->chosen, &r->reused,
+                           &r->decode_bytes};
+    void *const ints[] = {&r->segment_start, &r->shared,    &r->took_root, &r->cancelled,
+                          &t->begun,         &t->held_size, t->held};
+    for (int i = 0; i < 5; i++) sala__session_io(f, longs[i], 8, 0);
+    for (int i = 0; i < 7; i++) sala__session_io(f, ints[i], 4, 0);
+    for (int i = 0; i < 4; i++) {
+        double now = sala__now(), age = *times[i] > 0 ? now - *times[i] : -1;
+        sala__session_io(f, &age, sizeof age, 0);
+        if (f->reading) // of a machine that booted just now none is so long ago
+            *times[i] = age >= 0 ? fmax(now - age, 1e-9) : 0;
+    }
+    sala__session_io(f, &r->counted, sizeof r->counted, 0);
 }
 
 static void sala__session_put_request(sala__session *f, const sala__request *r) {
-    const double times[4] = {r->submitted, r->admitted, r->first_token, r->last_token};
-    sala__session_request w;
     sala_request ask = r->asked;
     sala__string held = r->held;
-    memset(&w, 0, sizeof w);
-    w.token_count = r->token_count;
-    w.prefilled = r->prefilled;
-    w.segment_start = r->segment_start;
-    w.chosen = r->chosen;
-    w.shared = r->shared;
-    w.reused = r->reused;
-    w.decode_bytes = r->decode_bytes;
-    for (int i = 0; i < 4; i++) w.age[i] = sala__session_age(times[i]);
-    w.counted = r->counted;
-    w.took_root = r->took_root;
-    w.cancelled = r->cancelled;
-    w.text_begun = r->stream.begun;
-    w.text_held = r->stream.held_size;
-    memcpy(w.text, r->stream.held, (size_t)r->stream.held_size);
     ask.max_tokens = r->max_tokens; // no longer "default"
     ask.sequence = 0;
     ask.force = r->force;
@@ -14089,81 +14078,64 @@ static void sala__session_put_request(sala__session *f, const sala__request *r) 
     ask.stop_tokens = r->stop_tokens;
     ask.biases = r->biases;
     ask.stop = (const char *const *)r->stop;
-    sala__session_io(f, &w, sizeof w, 0);
+    sala__session_course(f, (sala__request *)(uintptr_t)r);
     sala__session_ask(f, &ask, &held, NULL);
 }
 
 // Can a request that began there be where this one is? Sums of numbers up to the context do not overflow.
 static int sala__session_agrees(const sala *s, const sala__session_head *h, int64_t history,
-                                const sala__session_request *w) {
-    const int64_t *n = &w->token_count, *count = w->counted.verifies;
-    int ok = w->token_count > 0 && (unsigned)w->took_root <= 1 && (unsigned)w->text_held <= 3;
-    for (int i = 0; i < 4; i++) ok &= n[i] >= 0 && n[i] <= s->options.context;
-    for (; ok && count < (const int64_t *)&w->counted.draft_seconds; count++)
+                                const sala__request *r) {
+    const int64_t n[] = {r->token_count, r->prefilled, r->segment_start, r->chosen, r->reused};
+    const int64_t *count = r->counted.verifies;
+    int ok = r->token_count > 0 && (unsigned)(r->took_root | r->cancelled | r->stream.begun) <= 1;
+    for (int i = 0; i < 5; i++) ok &= n[i] >= 0 && n[i] <= s->options.context;
+    for (; ok && count < (const int64_t *)&r->counted.draft_seconds; count++)
         ok = *count >= 0 && *count < (int64_t)1 << 48; // statistics, to which more is added
-    ok = ok && w->shared >= 0 && w->shared <= w->prefilled && w->reused >= 0;
-    ok = ok && w->reused <= s->options.context && w->decode_bytes >= 0 &&
-         w->decode_bytes < (int64_t)1 << 60;
-    ok = ok && history == w->segment_start + w->token_count + w->chosen;
-    ok = ok && h->stored == w->segment_start + w->prefilled + (w->chosen ? w->chosen - 1 : 0);
-    if (w->chosen == 0) return ok && w->prefilled < w->token_count && h->pending == 0;
-    return ok && w->prefilled == w->token_count && h->pending < w->chosen;
+    ok = ok && r->shared >= 0 && r->shared <= r->prefilled && (unsigned)r->stream.held_size <= 3;
+    ok = ok && r->decode_bytes >= 0 && r->decode_bytes < (int64_t)1 << 60;
+    ok = ok && history == r->segment_start + r->token_count + r->chosen;
+    ok = ok && h->stored == r->segment_start + r->prefilled + (r->chosen ? r->chosen - 1 : 0);
+    if (r->chosen == 0) return ok && r->prefilled < r->token_count && h->pending == 0;
+    return ok && r->prefilled == r->token_count && h->pending < r->chosen;
 }
 
-// A request as if it were submitted, and then what has happened since.
-static sala__request *sala__session_revive(sala__session *f, const sala_request *ask,
-                                           const sala__session_request *w,
-                                           const sala__string *held) {
+// As if it were submitted, and all that has happened since.
+static void sala__session_revive(sala__session *f, const sala_request *ask, sala__request *r,
+                                 const sala__string *held) {
     sala *s = f->s;
     sala_error why;
-    sala__request *r = (sala__request *)sala__alloc(&s->env, 1, sizeof *r, "a request", f->err);
-    if (!r) f->code = SALA_E_MEMORY;
-    if (!r) return NULL;
     int code = sala__check_request_fields(ask, &why);
     if (code == 0) code = sala__request_copy(s, ask, r, &why);
     if (code == 0) code = sala__request_fits(s, r, ask, &why);
     if (code == 0) code = sala__append(&s->env, &r->held, held->data, held->size, &why);
     if (code < 0) sala__session_fail(f, code, "its request cannot go on here: %s", why.text);
-    double *const times[4] = {&r->submitted, &r->admitted, &r->first_token, &r->last_token};
-    for (int i = 0; i < 4; i++) // of a machine that booted just now none is so long ago
-        *times[i] = w->age[i] >= 0 ? fmax(sala__now() - w->age[i], 1e-9) : 0;
-    r->prefilled = w->prefilled;
-    r->shared = (int32_t)w->shared;
-    r->reused = w->reused;
-    r->segment_start = (int32_t)w->segment_start;
-    r->chosen = r->spec.before = w->chosen;
-    r->state = w->chosen ? SALA__DECODE : SALA__PREFILL;
-    r->decode_bytes = w->decode_bytes;
-    r->counted = w->counted;
-    r->took_root = w->took_root;
-    r->cancelled = w->cancelled != 0;
-    r->stream.begun = w->text_begun != 0;
-    r->stream.held_size = w->text_held;
-    memcpy(r->stream.held, w->text, sizeof w->text);
-    return r;
+    r->spec.before = r->chosen;
+    r->state = r->chosen ? SALA__DECODE : SALA__PREFILL;
 }
 
 static sala__request *sala__session_get_request(sala__session *f, const sala__session_head *h,
                                                 const int32_t *tokens, int64_t count) {
+    sala *s = f->s;
     const char *stop[SALA__STOP_STRINGS] = {NULL};
     sala__string held = {NULL, 0, 0};
-    sala__session_request w;
-    sala__request *r = NULL;
     sala_request ask;
-    memset(&w, 0, sizeof w);
+    sala__request *r = (sala__request *)sala__alloc(&s->env, 1, sizeof *r, "a request", f->err);
+    if (!r) f->code = SALA_E_MEMORY;
+    if (!r) return NULL;
     memset(&ask, 0, sizeof ask);
-    sala__session_io(f, &w, sizeof w, 0);
-    sala__session_must(f, sala__session_agrees(f->s, h, count, &w), "where its request is");
+    sala__session_course(f, r);
+    sala__session_must(f, sala__session_agrees(s, h, count, r), "where its request is");
     sala__session_ask(f, &ask, &held, stop);
-    sala__session_must(f, ask.max_tokens > w.chosen && ask.sequence == 0, "where its request ends");
-    ask.tokens = tokens + w.segment_start;
-    ask.token_count = w.token_count;
-    if (f->code == 0) r = sala__session_revive(f, &ask, &w, &held);
-    for (int64_t i = 0; r && f->code == 0 && i < count; i++)
-        sala__sampler_note(&r->sampler, tokens[i], i >= count - w.chosen);
+    sala__session_must(f, ask.max_tokens > r->chosen && ask.sequence == 0,
+                       "where its request ends");
+    ask.tokens = f->code < 0 ? NULL : tokens + r->segment_start;
+    ask.token_count = r->token_count;
+    if (f->code == 0) sala__session_revive(f, &ask, r, &held);
+    for (int64_t i = 0; f->code == 0 && i < count; i++)
+        sala__sampler_note(&r->sampler, tokens[i], i >= count - r->chosen);
     const void *const lists[] = {ask.force, ask.guess, ask.stop_tokens, ask.biases, held.data};
-    for (int i = 0; i < 5; i++) sala__release(&f->s->env, (void *)(uintptr_t)lists[i]);
-    for (int i = 0; i < ask.stop_count; i++) sala__release(&f->s->env, (void *)(uintptr_t)stop[i]);
+    for (int i = 0; i < 5; i++) sala__release(&s->env, (void *)(uintptr_t)lists[i]);
+    for (int i = 0; i < ask.stop_count; i++) sala__release(&s->env, (void *)(uintptr_t)stop[i]);
     return r;
 }
 

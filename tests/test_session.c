@@ -517,7 +517,7 @@ static void test_forged(void) {
         sala__file f = read_bytes(file);
         unsigned char *data = (unsigned char *)need(malloc((size_t)f.size));
         int refusals = 0;
-        int64_t n, most = 96 + 16 + 9 * 4 + 30 * 4 + (int64_t)sizeof(sala__session_request) + 300;
+        int64_t n, most = 96 + 16 + 9 * 4 + 30 * 4 + 100 + (int64_t)sizeof(sala_timings) + 300;
         for (int64_t at_byte = 32; at_byte < 32 + most; at_byte += 4) {
             memcpy(data, f.data, (size_t)f.size);
             int32_t *word = (int32_t *)(void *)(data + at_byte), old = *word;

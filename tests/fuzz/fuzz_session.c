@@ -94,7 +94,7 @@ static int take(sala *s, fuzz_memory *memory, unsigned fail) {
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    static const size_t reach = SALA__SESSION_START + 8 + 96 + sizeof(sala__session_request) + 800;
+    static const size_t reach = SALA__SESSION_START + 8 + 96 + 100 + sizeof(sala_timings) + 800;
     fuzz_memory memory = {0, 0, 0};
     if (!good) make_good();
     if (size < 2) return 0;
