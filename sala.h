@@ -13805,7 +13805,6 @@ static void sala__session_item(void *context, int64_t i, int thread) {
 // Read a window and check it, while the device still copies from the other one; or write this one.
 static void sala__session_window(sala__session *f) {
     sala *s = f->s;
-    uint64_t sum;
     if (s->on_gpu && !f->reading) f->code = sala__cuda_wait(&s->gpu.cuda, f->err);
     if (f->code < 0) return;
     sala__parallel(s->on_gpu ? &f->pool : &s->cpu, f->count, sala__session_item, f);
@@ -13814,14 +13813,11 @@ static void sala__session_window(sala__session *f) {
         unsigned char *block = f->window + (size_t)i * SALA__SESSION_BLOCK;
         int64_t place = f->from + i * (int64_t)SALA__SESSION_BLOCK;
         size_t size = sala__session_size(f, i);
-        f->sum = sala__checksum(f->sum, &f->sums[i], 8);
-        memcpy(&sum, block, 8);
-        if (!f->reading) {
-            memcpy(block, &f->sum, 8);
-            f->errors[i] = sala__session_move(f, block, size, place);
-        }
+        uint64_t sum = f->sum = sala__checksum(f->sum, &f->sums[i], 8);
+        memcpy(f->reading ? (void *)&sum : block, f->reading ? block : (void *)&sum, 8);
+        if (!f->reading) f->errors[i] = sala__session_move(f, block, size, place);
         sala__session_moved(f, f->errors[i]);
-        if (f->reading && sum != f->sum)
+        if (sum != f->sum)
             sala__session_fail(f, SALA_E_FILE, "a damaged session: a checksum is wrong");
         sala__progress(&s->env, f->reading ? "loading" : "saving",
                        ((double)place + (double)size) / (double)f->whole);

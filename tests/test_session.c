@@ -1,5 +1,5 @@
 #define SALA_IMPLEMENTATION
-#define SALA__SESSION_BLOCK ((size_t)4096) // so that files have many
+#define SALA__SESSION_BLOCK ((size_t)2048) // so that files have many
 #include "../sala.h"
 // Sessions: what is saved anywhere in a request goes on as if nothing had happened, bit by bit; every other file is
 // refused, and nothing is left of it.
@@ -419,6 +419,8 @@ static void test_same_file(void) {
 
 // ---- what is refused ----
 
+enum { BLOCK = (int)SALA__SESSION_BLOCK };
+
 static void refused(session *t, const char *path, int code, const char *word) {
     sala_error err;
     sala_session found;
@@ -470,7 +472,7 @@ static void small_end(session *t) {
     session_close(t);
 }
 
-// One byte is another, or the end is missing: every byte, every length.
+// One byte or block is another, or the end is missing: every byte, every length.
 static void test_damage(void) {
     int64_t id;
     sala_options o = engine_options(64);
@@ -489,6 +491,14 @@ static void test_damage(void) {
         loaded += sala_load(b.engine, file, NULL, &err) >= 0 || err.code != SALA_E_FILE;
         if (pwrite(fd, data + i, 1, i) != 1) die(file, "pwrite");
     }
+    for (int64_t i = SALA__SESSION_START; i + 2 * BLOCK <= size; i += BLOCK) { // two change places
+        if (pwrite(fd, data + i, BLOCK, i + BLOCK) != BLOCK ||
+            pwrite(fd, data + i + BLOCK, BLOCK, i) != BLOCK)
+            die(file, "pwrite");
+        loaded += sala_load(b.engine, file, NULL, &err) >= 0 || err.code != SALA_E_FILE;
+        if (pwrite(fd, data + i, 2 * BLOCK, i) != 2 * BLOCK) die(file, "pwrite");
+    }
+    CHECK(size > SALA__SESSION_START + 9 * BLOCK, "one window holds %lld bytes", (long long)size);
     CHECK(loaded == 0, "%d of %lld altered files were taken", loaded, (long long)size);
     must_load(&b, file, NULL); // it is whole again, and the engine too
     for (int64_t n = size - 1; n >= 0; n--) {
