@@ -158,11 +158,9 @@ typedef struct sala_options {
     // was prefilled before began with the same tokens; the bits are those of computing it), "off", or
     // "history": also, a prompt that begins with all tokens of an idle kept sequence, the chosen ones
     // too, takes that sequence over, as if it had named it. That is exact as a continuation: decoded
-    // tokens have other bits than prefilled ones.
+    // tokens have other bits than prefilled ones. Not asked for, it is off where no snapshot fits.
     const char *reuse;
-    int64_t
-        reuse_memory; // bytes of snapshots of lightning states for it; default: 16 snapshots, or
-                      // as many as fit (none: reuse is off, unless it was asked for)
+    int64_t reuse_memory; // bytes of snapshots of lightning states; default: up to 16, as fit
     // Speculation. It never changes the output, only the time that it takes.
     const char *spec;      // "auto" (default: what is there and pays), "off", "ngram", "eagle"
     const char *draft;     // folder of an EAGLE-3 head (synthetic: its config.json); NULL: none

@@ -402,7 +402,8 @@ static const cli_option cli_engine[] = {
     {0, "reuse", "KIND",
      "what a prompt may begin with: prefix (of an earlier prompt; default but for run, logits and "
      "bench), history (also a kept conversation), off"},
-    {0, "reuse-memory", "BYTES", "snapshots of lightning states for it (default: 16 snapshots)"},
+    {0, "reuse-memory", "BYTES",
+     "snapshots of lightning states for it (default: up to 16, as fit)"},
     {0, "template", "chatml", "chat template (default: recognised from the model's files)"},
     {0, "synthetic", NULL,
      "-m is a config.json; weights are made by a hash, there is no tokenizer"},
