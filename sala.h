@@ -158,9 +158,9 @@ typedef struct sala_options {
     // was prefilled before began with the same tokens; the bits are those of computing it), "off", or
     // "history": also, a prompt that begins with all tokens of an idle kept sequence, the chosen ones
     // too, takes that sequence over, as if it had named it. That is exact as a continuation: decoded
-    // tokens have other bits than prefilled ones.
+    // tokens have other bits than prefilled ones. Not asked for, it is off where no snapshot fits.
     const char *reuse;
-    int64_t reuse_memory; // bytes of snapshots of lightning states for it; default: 16 snapshots
+    int64_t reuse_memory; // bytes of snapshots of lightning states; default: up to 16, as fit
     // Speculation. It never changes the output, only the time that it takes.
     const char *spec;      // "auto" (default: what is there and pays), "off", "ngram", "eagle"
     const char *draft;     // folder of an EAGLE-3 head (synthetic: its config.json); NULL: none
@@ -9511,6 +9511,7 @@ struct sala {
     sala__tokenizer tokenizer;
     int has_tokenizer, sparse_layers, lightning_layers;
     sala__plan plan;
+    int32_t default_snapshots; // of prefixes: what fits, up to 16
     sala__cpu cpu;
     int cpu_open;
     sala__gpu gpu;
@@ -9925,7 +9926,7 @@ static int32_t sala__plan_snapshots(const sala *s) {
     int64_t each = (int64_t)s->plan.state * 4 * s->lightning_layers,
             memory = s->options.reuse_memory;
     if (sala__reuse_is(s, "off")) return 0;
-    if (!memory || !each) return 16;
+    if (!memory || !each) return s->default_snapshots;
     return (int32_t)(memory / each < 4096 ? memory / each : 4096);
 }
 
@@ -10057,9 +10058,17 @@ static int sala__make_plan(sala *s, sala_error *err) {
     p->limit = o->memory_limit ? o->memory_limit : s->on_gpu ? s->gpu_free : sala__free_memory();
     int code = sala__choose_prefill(s, err);
     if (code < 0) return code;
+    s->default_snapshots = 16;
     int64_t total = sala__measure(s);
+    if (total > p->limit && p->reuse_bytes && !o->reuse_memory) { // they give way
+        int64_t each = p->reuse_bytes / p->snapshots, excess = (total - p->limit + each - 1) / each;
+        s->default_snapshots = excess < 16 ? 16 - (int32_t)excess : 0;
+        if (o->reuse && !s->default_snapshots) s->default_snapshots = 1;
+        total = sala__measure(s);
+        if (!p->snapshots && total <= p->limit) s->options.reuse = "off";
+    }
     if (total < 0) return sala__fail(err, SALA_E_MEMORY, "the plan takes more than 1000 TB");
-    if (!p->snapshots && !sala__reuse_is(s, "off"))
+    if (!p->snapshots && o->reuse_memory && !sala__reuse_is(s, "off"))
         return sala__fail(
             err, SALA_E_ARGUMENT,
             "reuse-memory (%lld) holds no snapshot of the lightning states, which are "
@@ -10097,6 +10106,7 @@ static int64_t sala__longest_context(const sala *s) {
     trial.gpu_draft_weight_bytes = s->gpu_draft_weight_bytes;
     trial.plan.unpack_bytes = s->plan.unpack_bytes;
     trial.has_draft = s->has_draft;
+    trial.default_snapshots = s->options.reuse != NULL; // the others give way
     trial.draft_config = s->draft_config;
     int64_t block = s->config.dims.block, fits = 0, most = ((int64_t)1 << 30) / block;
     while (fits < most) {
@@ -11935,7 +11945,8 @@ static int sala__request_copy(sala *s, const sala_request *ask, sala__request *r
             (char *)sala__copy(s, text, strlen(text) + 1, 1, "a stop string", err);
         if (!r->stop[r->stop_count]) return SALA_E_MEMORY;
     }
-    if (s->has_tokenizer) sala__stream_init(&s->tokenizer, ask->special_text, &r->stream);
+    r->stream.t = &s->tokenizer; // a loaded request's goes on
+    r->stream.special = ask->special_text;
     code = sala__sampler_init(&s->env, ask, s->config.dims.vocab, &r->sampler, err);
     for (int64_t i = 0; code == 0 && i < r->token_count; i++)
         sala__sampler_note(&r->sampler, r->tokens[i], 0);
@@ -13650,11 +13661,11 @@ SALA_API int sala_check_weights(sala *s, sala_error *err) {
            8     4  version, see SALA__SESSION_VERSION
           12     4  zero
           16     8  P: bytes of what follows, without checksums
-          24     -  blocks of 2^20 bytes, the last one shorter: a checksum of 8 bytes, then bytes of P
+          24     -  blocks of 2^19 bytes, the last one shorter: a checksum of 8 bytes, then bytes of P
    P:      0    96  sala__session_head
                  -  list of int32: the history; list of sala__phase
-                 -  if has_request: sala__session_request; the fields of sala_request in the order of
-                    sala__request_table; lists: forced tokens, guess and stop tokens (int32), biases
+                 -  if has_request: what sala__session_course moves; the fields of sala_request in
+                    the order of sala__request_table; lists: forced tokens, guess and stop tokens (int32), biases
                     (sala_bias), text held back, then stop strings, each a list with its zero
                  -  of each sparse layer k, v, tier 1, tier 2: the rows that exist, page by page
                     [kv_heads, rows of the page, head_dim] act
@@ -13663,14 +13674,17 @@ SALA_API int sala_check_weights(sala *s, sala_error *err) {
                  -  if draft: k, v of the draft head [pages, kv_heads, rows of the page, head_dim] act,
                     features that wait [tokens, 3 hidden] act
 
-   A checksum goes on from the one before it, the first one from the bytes before it: whatever is
-   changed, missing or from another file does not fit.
+   A checksum is of the one before it (the first: of the bytes before it) and the block's own sum, so
+   that threads can sum blocks, and whatever is changed, missing or from another file does not fit.
    -------------------------------------------------------------------------------------------- */
 
 // To be raised when the layout changes, or a number that a pass computes.
-#define SALA__SESSION_VERSION 1
-#define SALA__SESSION_BLOCK ((size_t)1 << 20)
+#define SALA__SESSION_VERSION 2
+#ifndef SALA__SESSION_BLOCK // tests want many
+#define SALA__SESSION_BLOCK ((size_t)1 << 19)
+#endif
 #define SALA__SESSION_START 24 // where the blocks begin
+#define SALA__SESSION_WINDOW 8 // blocks, at most, that are read at once; locking 1 MiB takes 0.7 ms
 
 typedef struct sala__session_head {
     uint64_t model, draft; // fingerprints; draft 0: the head knows nothing of the sequence
@@ -13680,27 +13694,23 @@ typedef struct sala__session_head {
     int64_t zero[2];
 } sala__session_head;
 
-typedef struct sala__session_request { // names as in sala__request
-    int64_t token_count, prefilled, segment_start, chosen, shared, reused, decode_bytes;
-    double
-        age[4]; // seconds since it was submitted, admitted, its first and last token; -1: not yet
-    sala_timings counted;
-    int32_t took_root, cancelled;
-    int32_t text_begun, text_held; // of its text: something came out; bytes of half a character
-    char text[4], zero[4];
-} sala__session_request;
-
 typedef struct sala__session {
     sala *s;
     const char *path;
     sala_error *err;
     int code;    // of the first failure, behind which nothing happens
-    int reading; // or writing; without a block, nothing is written, only measured
+    int reading; // or writing; without memory, nothing is written, only measured
     int fd;
-    unsigned char *block; // page-locked where the engine is on a GPU
-    size_t at, size;      // the next byte of it; where it ends
-    uint64_t sum;         // of the block before
-    int64_t total, left;  // P, and how much of it is still to come
+    sala__cpu pool;           // threads where the engine is on a GPU and has none
+    unsigned char *memory;    // a window, or two page-locked ones where it is on a GPU
+    unsigned char *window;    // the one at hand
+    int64_t from, whole;      // where the window is in the file; bytes of the file
+    int blocks, count, index; // windows hold so many; this one does; the block at hand
+    size_t at, size;          // the next byte of it; where it ends
+    uint64_t sum;             // of the block before
+    int64_t total, left;      // P, and how much of it is still to come
+    uint64_t sums[SALA__SESSION_WINDOW];
+    int errors[SALA__SESSION_WINDOW];
 } sala__session;
 
 // ---- the file ----
@@ -13749,54 +13759,95 @@ static void sala__session_must(sala__session *f, int holds, const char *what) {
     if (!holds) sala__session_fail(f, SALA_E_FILE, "a damaged session: %s cannot be", what);
 }
 
-// These bytes to or from the file, as many as there are.
-static size_t sala__session_move(sala__session *f, unsigned char *bytes, size_t count) {
-    size_t done = 0;
-    ssize_t n = 1;
-    while (done < count && n > 0) {
-        n = f->reading ? read(f->fd, bytes + done, count - done)
-                       : write(f->fd, bytes + done, count - done);
-        if (n > 0) done += (size_t)n;
-        if (n < 0 && errno == EINTR) n = 1;
+// These bytes to or from a place of the file. Returns 0, an errno, or -1 where the file ends.
+static int sala__session_move(const sala__session *f, void *bytes, size_t count, int64_t place) {
+    for (char *p = (char *)bytes; count;) {
+        ssize_t n = f->reading ? pread(f->fd, p, count, place) : pwrite(f->fd, p, count, place);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) return n ? errno : -1;
+        p += n;
+        place += n;
+        count -= (size_t)n;
     }
-    if (n < 0)
+    return 0;
+}
+
+static void sala__session_moved(sala__session *f, int error) {
+    if (error < 0) sala__session_fail(f, SALA_E_FILE, "it became shorter while it was read");
+    if (error > 0)
         sala__session_fail(f, SALA_E_FILE, "cannot %s: %s", f->reading ? "read" : "write",
-                           strerror(errno));
-    return done;
+                           strerror(error));
+}
+
+static int64_t sala__session_whole(int64_t total) { // bytes of a file of so many
+    const int64_t payload = (int64_t)SALA__SESSION_BLOCK - 8;
+    return SALA__SESSION_START + total + (total + payload - 1) / payload * 8;
+}
+
+static size_t sala__session_size(const sala__session *f, int64_t i) { // of a block of the window
+    int64_t rest = f->whole - f->from - i * (int64_t)SALA__SESSION_BLOCK;
+    return rest < (int64_t)SALA__SESSION_BLOCK ? (size_t)rest : SALA__SESSION_BLOCK;
+}
+
+// What threads do: read a block, and sum it.
+static void sala__session_item(void *context, int64_t i, int thread) {
+    sala__session *f = (sala__session *)context;
+    unsigned char *block = f->window + (size_t)i * SALA__SESSION_BLOCK;
+    size_t size = sala__session_size(f, i);
+    int64_t place = f->from + i * (int64_t)SALA__SESSION_BLOCK;
+    (void)thread;
+    f->errors[i] = f->reading ? sala__session_move(f, block, size, place) : 0;
+    if (!f->errors[i]) f->sums[i] = sala__checksum(0, block + 8, size - 8);
+}
+
+// Read a window and check it, while the device still copies from the other one; or write this one.
+static void sala__session_window(sala__session *f) {
+    sala *s = f->s;
+    if (s->on_gpu && !f->reading) f->code = sala__cuda_wait(&s->gpu.cuda, f->err);
+    if (f->code < 0) return;
+    sala__parallel(s->on_gpu ? &f->pool : &s->cpu, f->count, sala__session_item, f);
+    if (s->on_gpu && f->reading) f->code = sala__cuda_wait(&s->gpu.cuda, f->err);
+    for (int i = 0; i < f->count && f->code == 0; i++) {
+        unsigned char *block = f->window + (size_t)i * SALA__SESSION_BLOCK;
+        int64_t place = f->from + i * (int64_t)SALA__SESSION_BLOCK;
+        size_t size = sala__session_size(f, i);
+        uint64_t sum = f->sum = sala__checksum(f->sum, &f->sums[i], 8);
+        memcpy(f->reading ? (void *)&sum : block, f->reading ? block : (void *)&sum, 8);
+        if (!f->reading) f->errors[i] = sala__session_move(f, block, size, place);
+        sala__session_moved(f, f->errors[i]);
+        if (sum != f->sum)
+            sala__session_fail(f, SALA_E_FILE, "a damaged session: a checksum is wrong");
+        sala__progress(&s->env, f->reading ? "loading" : "saving",
+                       ((double)place + (double)size) / (double)f->whole);
+    }
 }
 
 // The block is full, or read to its end: on to the next one.
 static void sala__session_turn(sala__session *f) {
-    sala *s = f->s;
-    uint64_t sum;
-    if (s->on_gpu) f->code = sala__cuda_wait(&s->gpu.cuda, f->err); // its copies are under way
-    if (f->code < 0) return;
-    sala__progress(&s->env, f->reading ? "loading" : "saving",
-                   1 - (double)f->left / (double)f->total);
-    if (!f->reading) {
-        f->sum = sala__checksum(f->sum, f->block + 8, f->at - 8);
-        memcpy(f->block, &f->sum, 8);
-        sala__session_move(f, f->block, f->at);
-    } else {
-        sala__session_must(f, f->left > 0, "its end");
-        if (f->left < (int64_t)f->size - 8) f->size = (size_t)f->left + 8;
-        if (f->code == 0 && sala__session_move(f, f->block, f->size) < f->size)
-            sala__session_fail(f, SALA_E_FILE, "it became shorter while it was read");
-        memcpy(&sum, f->block, 8);
-        f->sum = sala__checksum(f->sum, f->block + 8, f->size - 8);
-        if (sum != f->sum)
-            sala__session_fail(f, SALA_E_FILE, "a damaged session: a checksum is wrong");
+    if (++f->index == f->count) {
+        if (!f->reading) sala__session_window(f);
+        f->from += f->count * (int64_t)SALA__SESSION_BLOCK;
+        int64_t rest =
+            (f->whole - f->from + (int64_t)SALA__SESSION_BLOCK - 1) / (int64_t)SALA__SESSION_BLOCK;
+        f->index = 0;
+        f->count = rest < f->blocks ? (int)rest : f->blocks;
+        sala__session_must(f, rest > 0, "its end");
+        if (f->s->on_gpu) // what is copied stays whole
+            f->window = f->window == f->memory ? f->memory + (size_t)f->blocks * SALA__SESSION_BLOCK
+                                               : f->memory;
+        if (f->reading && f->code == 0) sala__session_window(f);
     }
     f->at = 8;
+    f->size = f->code < 0 ? f->at : sala__session_size(f, f->index);
 }
 
 // The next bytes of P: `p` to the file, or from it to `p`. `there`: p lies where operations run.
 static void sala__session_io(sala__session *f, const void *p, size_t bytes, int there) {
     sala__cuda *c = &f->s->gpu.cuda;
     char *at = (char *)(uintptr_t)p;
-    if (!f->block) f->total += (int64_t)bytes;
-    while (f->block && bytes && f->code == 0) {
-        unsigned char *b = f->block + f->at;
+    if (!f->memory) f->total += (int64_t)bytes;
+    while (f->memory && bytes && f->code == 0) {
+        unsigned char *b = f->window + (size_t)f->index * SALA__SESSION_BLOCK + f->at;
         size_t n = f->size - f->at < bytes ? f->size - f->at : bytes;
         if (n == 0)
             sala__session_turn(f);
@@ -13992,30 +14043,28 @@ static void sala__session_ask(sala__session *f, sala_request *ask, sala__string 
     held->size = held->capacity = (size_t)bytes;
 }
 
-static double sala__session_age(double time) {
-    return time > 0 ? sala__now() - time : -1;
+// How far it is, in either direction. Times are ages in a file, since clocks begin anew; -1: not yet.
+static void sala__session_course(sala__session *f, sala__request *r) {
+    sala__stream *t = &r->stream;
+    double *const times[4] = {&r->submitted, &r->admitted, &r->first_token, &r->last_token};
+    void *const longs[] = {&r->token_count, &r->prefilled, &r->chosen, &r->reused,
+                           &r->decode_bytes};
+    void *const ints[] = {&r->segment_start, &r->shared,    &r->took_root, &r->cancelled,
+                          &t->begun,         &t->held_size, t->held};
+    for (int i = 0; i < 5; i++) sala__session_io(f, longs[i], 8, 0);
+    for (int i = 0; i < 7; i++) sala__session_io(f, ints[i], 4, 0);
+    for (int i = 0; i < 4; i++) {
+        double now = sala__now(), age = *times[i] > 0 ? now - *times[i] : -1;
+        sala__session_io(f, &age, sizeof age, 0);
+        if (f->reading) // of a machine that booted just now none is so long ago
+            *times[i] = age >= 0 ? fmax(now - age, 1e-9) : 0;
+    }
+    sala__session_io(f, &r->counted, sizeof r->counted, 0);
 }
 
 static void sala__session_put_request(sala__session *f, const sala__request *r) {
-    const double times[4] = {r->submitted, r->admitted, r->first_token, r->last_token};
-    sala__session_request w;
     sala_request ask = r->asked;
     sala__string held = r->held;
-    memset(&w, 0, sizeof w);
-    w.token_count = r->token_count;
-    w.prefilled = r->prefilled;
-    w.segment_start = r->segment_start;
-    w.chosen = r->chosen;
-    w.shared = r->shared;
-    w.reused = r->reused;
-    w.decode_bytes = r->decode_bytes;
-    for (int i = 0; i < 4; i++) w.age[i] = sala__session_age(times[i]);
-    w.counted = r->counted;
-    w.took_root = r->took_root;
-    w.cancelled = r->cancelled;
-    w.text_begun = r->stream.begun;
-    w.text_held = r->stream.held_size;
-    memcpy(w.text, r->stream.held, (size_t)r->stream.held_size);
     ask.max_tokens = r->max_tokens; // no longer "default"
     ask.sequence = 0;
     ask.force = r->force;
@@ -14023,81 +14072,64 @@ static void sala__session_put_request(sala__session *f, const sala__request *r) 
     ask.stop_tokens = r->stop_tokens;
     ask.biases = r->biases;
     ask.stop = (const char *const *)r->stop;
-    sala__session_io(f, &w, sizeof w, 0);
+    sala__session_course(f, (sala__request *)(uintptr_t)r);
     sala__session_ask(f, &ask, &held, NULL);
 }
 
 // Can a request that began there be where this one is? Sums of numbers up to the context do not overflow.
 static int sala__session_agrees(const sala *s, const sala__session_head *h, int64_t history,
-                                const sala__session_request *w) {
-    const int64_t *n = &w->token_count, *count = w->counted.verifies;
-    int ok = w->token_count > 0 && (unsigned)w->took_root <= 1 && (unsigned)w->text_held <= 3;
-    for (int i = 0; i < 4; i++) ok &= n[i] >= 0 && n[i] <= s->options.context;
-    for (; ok && count < (const int64_t *)&w->counted.draft_seconds; count++)
+                                const sala__request *r) {
+    const int64_t n[] = {r->token_count, r->prefilled, r->segment_start, r->chosen, r->reused};
+    const int64_t *count = r->counted.verifies;
+    int ok = r->token_count > 0 && (unsigned)(r->took_root | r->cancelled | r->stream.begun) <= 1;
+    for (int i = 0; i < 5; i++) ok &= n[i] >= 0 && n[i] <= s->options.context;
+    for (; ok && count < (const int64_t *)&r->counted.draft_seconds; count++)
         ok = *count >= 0 && *count < (int64_t)1 << 48; // statistics, to which more is added
-    ok = ok && w->shared >= 0 && w->shared <= w->prefilled && w->reused >= 0;
-    ok = ok && w->reused <= s->options.context && w->decode_bytes >= 0 &&
-         w->decode_bytes < (int64_t)1 << 60;
-    ok = ok && history == w->segment_start + w->token_count + w->chosen;
-    ok = ok && h->stored == w->segment_start + w->prefilled + (w->chosen ? w->chosen - 1 : 0);
-    if (w->chosen == 0) return ok && w->prefilled < w->token_count && h->pending == 0;
-    return ok && w->prefilled == w->token_count && h->pending < w->chosen;
+    ok = ok && r->shared >= 0 && r->shared <= r->prefilled && (unsigned)r->stream.held_size <= 3;
+    ok = ok && r->decode_bytes >= 0 && r->decode_bytes < (int64_t)1 << 60;
+    ok = ok && history == r->segment_start + r->token_count + r->chosen;
+    ok = ok && h->stored == r->segment_start + r->prefilled + (r->chosen ? r->chosen - 1 : 0);
+    if (r->chosen == 0) return ok && r->prefilled < r->token_count && h->pending == 0;
+    return ok && r->prefilled == r->token_count && h->pending < r->chosen;
 }
 
-// A request as if it were submitted, and then what has happened since.
-static sala__request *sala__session_revive(sala__session *f, const sala_request *ask,
-                                           const sala__session_request *w,
-                                           const sala__string *held) {
+// As if it were submitted, and all that has happened since.
+static void sala__session_revive(sala__session *f, const sala_request *ask, sala__request *r,
+                                 const sala__string *held) {
     sala *s = f->s;
     sala_error why;
-    sala__request *r = (sala__request *)sala__alloc(&s->env, 1, sizeof *r, "a request", f->err);
-    if (!r) f->code = SALA_E_MEMORY;
-    if (!r) return NULL;
     int code = sala__check_request_fields(ask, &why);
     if (code == 0) code = sala__request_copy(s, ask, r, &why);
     if (code == 0) code = sala__request_fits(s, r, ask, &why);
     if (code == 0) code = sala__append(&s->env, &r->held, held->data, held->size, &why);
     if (code < 0) sala__session_fail(f, code, "its request cannot go on here: %s", why.text);
-    double *const times[4] = {&r->submitted, &r->admitted, &r->first_token, &r->last_token};
-    for (int i = 0; i < 4; i++) // of a machine that booted just now none is so long ago
-        *times[i] = w->age[i] >= 0 ? fmax(sala__now() - w->age[i], 1e-9) : 0;
-    r->prefilled = w->prefilled;
-    r->shared = (int32_t)w->shared;
-    r->reused = w->reused;
-    r->segment_start = (int32_t)w->segment_start;
-    r->chosen = r->spec.before = w->chosen;
-    r->state = w->chosen ? SALA__DECODE : SALA__PREFILL;
-    r->decode_bytes = w->decode_bytes;
-    r->counted = w->counted;
-    r->took_root = w->took_root;
-    r->cancelled = w->cancelled != 0;
-    r->stream.begun = w->text_begun != 0;
-    r->stream.held_size = w->text_held;
-    memcpy(r->stream.held, w->text, sizeof w->text);
-    return r;
+    r->spec.before = r->chosen;
+    r->state = r->chosen ? SALA__DECODE : SALA__PREFILL;
 }
 
 static sala__request *sala__session_get_request(sala__session *f, const sala__session_head *h,
                                                 const int32_t *tokens, int64_t count) {
+    sala *s = f->s;
     const char *stop[SALA__STOP_STRINGS] = {NULL};
     sala__string held = {NULL, 0, 0};
-    sala__session_request w;
-    sala__request *r = NULL;
     sala_request ask;
-    memset(&w, 0, sizeof w);
+    sala__request *r = (sala__request *)sala__alloc(&s->env, 1, sizeof *r, "a request", f->err);
+    if (!r) f->code = SALA_E_MEMORY;
+    if (!r) return NULL;
     memset(&ask, 0, sizeof ask);
-    sala__session_io(f, &w, sizeof w, 0);
-    sala__session_must(f, sala__session_agrees(f->s, h, count, &w), "where its request is");
+    sala__session_course(f, r);
+    sala__session_must(f, sala__session_agrees(s, h, count, r), "where its request is");
     sala__session_ask(f, &ask, &held, stop);
-    sala__session_must(f, ask.max_tokens > w.chosen && ask.sequence == 0, "where its request ends");
-    ask.tokens = tokens + w.segment_start;
-    ask.token_count = w.token_count;
-    if (f->code == 0) r = sala__session_revive(f, &ask, &w, &held);
-    for (int64_t i = 0; r && f->code == 0 && i < count; i++)
-        sala__sampler_note(&r->sampler, tokens[i], i >= count - w.chosen);
+    sala__session_must(f, ask.max_tokens > r->chosen && ask.sequence == 0,
+                       "where its request ends");
+    ask.tokens = f->code < 0 ? NULL : tokens + r->segment_start;
+    ask.token_count = r->token_count;
+    if (f->code == 0) sala__session_revive(f, &ask, r, &held);
+    for (int64_t i = 0; f->code == 0 && i < count; i++)
+        sala__sampler_note(&r->sampler, tokens[i], i >= count - r->chosen);
     const void *const lists[] = {ask.force, ask.guess, ask.stop_tokens, ask.biases, held.data};
-    for (int i = 0; i < 5; i++) sala__release(&f->s->env, (void *)(uintptr_t)lists[i]);
-    for (int i = 0; i < ask.stop_count; i++) sala__release(&f->s->env, (void *)(uintptr_t)stop[i]);
+    for (int i = 0; i < 5; i++) sala__release(&s->env, (void *)(uintptr_t)lists[i]);
+    for (int i = 0; i < ask.stop_count; i++) sala__release(&s->env, (void *)(uintptr_t)stop[i]);
     return r;
 }
 
@@ -14130,34 +14162,42 @@ static void sala__session_start(sala__session *f, unsigned char start[SALA__SESS
     f->sum = sala__checksum(0, start, SALA__SESSION_START);
 }
 
-// The block, and the device if there is one.
+// The windows, and the device if there is one.
 static void sala__session_begin(sala__session *f) {
     sala *s = f->s;
-    void *block = NULL;
+    void *memory = NULL;
+    f->whole = sala__session_whole(f->total);
+    f->from = SALA__SESSION_START;
+    f->left = f->total;
+    f->index = -1; // before the first block of a window that is done
+    f->blocks = SALA__SESSION_WINDOW;
+    if (f->whole < f->blocks * (int64_t)SALA__SESSION_BLOCK)
+        f->blocks = (int)(f->whole / (int64_t)SALA__SESSION_BLOCK) + 1;
+    size_t bytes = (size_t)f->blocks * SALA__SESSION_BLOCK;
     if (!s->on_gpu) {
-        block = sala__alloc(&s->env, SALA__SESSION_BLOCK, 1, "a session", f->err);
-        if (!block) f->code = SALA_E_MEMORY;
+        memory = sala__alloc(&s->env, bytes, 1, "a session", f->err);
+        if (!memory) f->code = SALA_E_MEMORY;
     } else if ((f->code = sala__cuda_enter(&s->gpu.cuda, f->err)) == 0) {
-        f->code =
-            sala__cuda_alloc_host(&s->gpu.cuda, SALA__SESSION_BLOCK, "a session", &block, f->err);
+        int threads = s->options.threads < f->blocks ? s->options.threads : f->blocks;
+        f->code = sala__cpu_open(&s->env, threads, 0, &f->pool, f->err);
+        if (f->code == 0)
+            f->code = sala__cuda_alloc_host(&s->gpu.cuda, 2 * bytes, "a session", &memory, f->err);
         if (f->code < 0) sala__cuda_leave(&s->gpu.cuda);
     }
-    f->block = (unsigned char *)block;
-    f->size = SALA__SESSION_BLOCK;
-    f->at = f->reading ? f->size : 8;
-    f->left = f->total;
+    f->memory = f->window = (unsigned char *)memory;
 }
 
 static void sala__session_end(sala__session *f) {
     sala__cuda *c = &f->s->gpu.cuda;
-    if (f->block && f->s->on_gpu) {
+    if (f->memory && f->s->on_gpu) {
         int code = sala__cuda_wait(c, f->code ? NULL : f->err); // copies may be under way
         if (f->code == 0) f->code = code;
-        sala__cuda_release_host(c, f->block);
+        sala__cuda_release_host(c, f->memory);
         sala__cuda_leave(c);
-    } else if (f->block) {
-        sala__release(&f->s->env, f->block);
+    } else if (f->memory) {
+        sala__release(&f->s->env, f->memory);
     }
+    sala__cpu_close(&f->pool);
 }
 
 // Write everything to a fresh file beside the path, which then takes the path's place.
@@ -14168,9 +14208,9 @@ static void sala__session_write(sala__session *f, const sala__sequence *q, const
     if (f->fd < 0) sala__session_fail(f, SALA_E_FILE, "cannot create: %s", strerror(errno));
     if (f->fd < 0) return;
     sala__session_start(f, start);
-    sala__session_move(f, start, sizeof start);
+    sala__session_moved(f, sala__session_move(f, start, sizeof start, 0));
     sala__session_put(f, q, r);
-    if (f->code == 0) sala__session_turn(f);
+    if (f->code == 0) sala__session_window(f);
     int bad = f->code == 0 && fsync(f->fd) != 0;
     bad |= close(f->fd) != 0;
     if (f->code == 0 && (bad || rename(part, f->path) != 0))
@@ -14219,7 +14259,6 @@ SALA_API int sala_save(sala *s, int64_t id, const char *path, sala_error *err) {
 // Open a file and look at its first bytes.
 static void sala__session_open(sala__session *f) {
     unsigned char start[SALA__SESSION_START] = {0}, want[SALA__SESSION_START];
-    const int64_t payload = (int64_t)SALA__SESSION_BLOCK - 8;
     uint32_t version;
     struct stat st;
     memset(&st, 0, sizeof st);
@@ -14227,7 +14266,8 @@ static void sala__session_open(sala__session *f) {
     if (f->fd < 0 || fstat(f->fd, &st) < 0)
         sala__session_fail(f, SALA_E_FILE, "cannot open: %s", strerror(errno));
     if (f->code < 0) return;
-    if (S_ISREG(st.st_mode)) sala__session_move(f, start, sizeof start);
+    int error = S_ISREG(st.st_mode) ? sala__session_move(f, start, sizeof start, 0) : 0;
+    if (error > 0) sala__session_moved(f, error);
     if (memcmp(start, "SALASES", 8) != 0)
         sala__session_fail(f, SALA_E_FILE, "not a session that sala_save wrote");
     memcpy(&version, start + 8, 4);
@@ -14240,7 +14280,7 @@ static void sala__session_open(sala__session *f) {
         f, memcmp(start, want, sizeof start) == 0 && f->total > 0 && f->total < INT64_MAX / 2,
         "how it begins");
     if (f->code < 0) return;
-    int64_t whole = f->total + SALA__SESSION_START + (f->total + payload - 1) / payload * 8;
+    int64_t whole = sala__session_whole(f->total);
     if (whole != st.st_size)
         sala__session_fail(f, SALA_E_FILE,
                            "a session cut short or altered: %lld bytes instead of %lld",

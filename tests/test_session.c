@@ -1,4 +1,5 @@
 #define SALA_IMPLEMENTATION
+#define SALA__SESSION_BLOCK ((size_t)2048) // so that files have many
 #include "../sala.h"
 // Sessions: what is saved anywhere in a request goes on as if nothing had happened, bit by bit; every other file is
 // refused, and nothing is left of it.
@@ -418,6 +419,8 @@ static void test_same_file(void) {
 
 // ---- what is refused ----
 
+enum { BLOCK = (int)SALA__SESSION_BLOCK };
+
 static void refused(session *t, const char *path, int code, const char *word) {
     sala_error err;
     sala_session found;
@@ -430,7 +433,7 @@ static void refused(session *t, const char *path, int code, const char *word) {
 
 // The file again with right checksums, whatever stands between them.
 static void seal(unsigned char *data, int64_t size) {
-    uint64_t sum;
+    uint64_t sum, own;
     sala__session f;
     memset(&f, 0, sizeof f);
     f.total = size - SALA__SESSION_START;
@@ -440,7 +443,8 @@ static void seal(unsigned char *data, int64_t size) {
     for (int64_t i = SALA__SESSION_START; i < size; i += (int64_t)SALA__SESSION_BLOCK) {
         int64_t n = size - i;
         if (n > (int64_t)SALA__SESSION_BLOCK) n = (int64_t)SALA__SESSION_BLOCK;
-        sum = sala__checksum(sum, data + i + 8, (size_t)n - 8);
+        own = sala__checksum(0, data + i + 8, (size_t)n - 8);
+        sum = sala__checksum(sum, &own, 8);
         memcpy(data + i, &sum, 8);
     }
 }
@@ -468,7 +472,7 @@ static void small_end(session *t) {
     session_close(t);
 }
 
-// One byte is another, or the end is missing: every byte, every length.
+// One byte or block is another, or the end is missing: every byte, every length.
 static void test_damage(void) {
     int64_t id;
     sala_options o = engine_options(64);
@@ -487,6 +491,14 @@ static void test_damage(void) {
         loaded += sala_load(b.engine, file, NULL, &err) >= 0 || err.code != SALA_E_FILE;
         if (pwrite(fd, data + i, 1, i) != 1) die(file, "pwrite");
     }
+    for (int64_t i = SALA__SESSION_START; i + 2 * BLOCK <= size; i += BLOCK) { // two change places
+        if (pwrite(fd, data + i, BLOCK, i + BLOCK) != BLOCK ||
+            pwrite(fd, data + i + BLOCK, BLOCK, i) != BLOCK)
+            die(file, "pwrite");
+        loaded += sala_load(b.engine, file, NULL, &err) >= 0 || err.code != SALA_E_FILE;
+        if (pwrite(fd, data + i, 2 * BLOCK, i) != 2 * BLOCK) die(file, "pwrite");
+    }
+    CHECK(size > SALA__SESSION_START + 9 * BLOCK, "one window holds %lld bytes", (long long)size);
     CHECK(loaded == 0, "%d of %lld altered files were taken", loaded, (long long)size);
     must_load(&b, file, NULL); // it is whole again, and the engine too
     for (int64_t n = size - 1; n >= 0; n--) {
@@ -515,7 +527,7 @@ static void test_forged(void) {
         sala__file f = read_bytes(file);
         unsigned char *data = (unsigned char *)need(malloc((size_t)f.size));
         int refusals = 0;
-        int64_t n, most = 96 + 16 + 9 * 4 + 30 * 4 + (int64_t)sizeof(sala__session_request) + 300;
+        int64_t n, most = 96 + 16 + 9 * 4 + 30 * 4 + 100 + (int64_t)sizeof(sala_timings) + 300;
         for (int64_t at_byte = 32; at_byte < 32 + most; at_byte += 4) {
             memcpy(data, f.data, (size_t)f.size);
             int32_t *word = (int32_t *)(void *)(data + at_byte), old = *word;
@@ -573,9 +585,9 @@ static void test_foreign(void) {
     refused(&b, file, SALA_E_MODEL, "another model");
     unsigned char *copy = (unsigned char *)need(malloc((size_t)f.size));
     memcpy(copy, f.data, (size_t)f.size);
-    copy[8] = 2;
+    copy[8] = 1;
     write_bytes(file, copy, (size_t)f.size);
-    refused(&b, file, SALA_E_FILE, "a session of version 2, but sala");
+    refused(&b, file, SALA_E_FILE, "a session of version 1, but sala");
     write_bytes(file, f.data, (size_t)f.size);
     free(copy);
     sala__unmap_file(&f);

@@ -402,7 +402,8 @@ static const cli_option cli_engine[] = {
     {0, "reuse", "KIND",
      "what a prompt may begin with: prefix (of an earlier prompt; default but for run, logits and "
      "bench), history (also a kept conversation), off"},
-    {0, "reuse-memory", "BYTES", "snapshots of lightning states for it (default: 16 snapshots)"},
+    {0, "reuse-memory", "BYTES",
+     "snapshots of lightning states for it (default: up to 16, as fit)"},
     {0, "template", "chatml", "chat template (default: recognised from the model's files)"},
     {0, "synthetic", NULL,
      "-m is a config.json; weights are made by a hash, there is no tokenizer"},
@@ -703,15 +704,20 @@ static const char *cli_model_path(const char *given, char *room) {
 static void cli_describe(sala *engine) {
     sala_info i;
     char kv[32], state[32], total[32], context[32], dense[64] = "sparse from the first token";
+    char each[32], reuse[80] = "";
     sala_get_info(engine, &i);
     if (i.dense_len > 0) snprintf(dense, sizeof dense, "dense below %d tokens", i.dense_len);
-    fprintf(stderr,
-            "sala %s: %s; %s, %s, %.2f bits per weight, %s, prefill %s; KV %s, states %s; longest "
-            "context %s tokens; %s; drafts %s\n",
-            sala_version(), i.device, i.path, i.weight_format, i.bits_per_weight,
-            cli_bytes((double)i.weight_bytes, total), i.prefill, cli_bytes((double)i.kv_bytes, kv),
-            cli_bytes((double)i.state_bytes, state), cli_count(i.longest_context, context), dense,
-            i.spec);
+    if (i.snapshots)
+        snprintf(reuse, sizeof reuse, ", %d snapshot%s of prefixes %s", i.snapshots,
+                 i.snapshots == 1 ? "" : "s", cli_bytes((double)i.reuse_bytes, each));
+    fprintf(
+        stderr,
+        "sala %s: %s; %s, %s, %.2f bits per weight, %s, prefill %s; KV %s, states %s%s; longest "
+        "context %s tokens; %s; drafts %s\n",
+        sala_version(), i.device, i.path, i.weight_format, i.bits_per_weight,
+        cli_bytes((double)i.weight_bytes, total), i.prefill, cli_bytes((double)i.kv_bytes, kv),
+        cli_bytes((double)i.state_bytes, state), reuse, cli_count(i.longest_context, context),
+        dense, i.spec);
 }
 
 // What the command line can be told before a model is opened. Returns an exit code, in a->code too.
