@@ -750,9 +750,12 @@ t_session_run() { # interrupted anywhere, it goes on as if nothing had happened
     until_true test -s "$work/one" && kill -INT $pid && ended $pid 130 && [ -s "$work/s" ] &&
         exits 0 run -q --load "$work/s" --save "$work/t" && cat "$work/one" "$work/out" | cmp - "$work/whole" &&
         exits 2 run -q --load "$work/s" -p and && says 'give no prompt, and it goes on' &&
+        exits 2 run -q --load "$work/s" -n 5 && says 'as it was asked for' && exits 2 run -q --load "$work/s" --show-tree && silent &&
         exits 0 run -q --load "$work/t" -n 5 --json && is_json "$work/out" && [ "$(field prompt_tokens)" -eq 1 ] &&
         exits 0 run -q --load "$work/t" -p ' and' -n 5 && exits 2 run --load "$work/t" --chat && says 'sala chat' &&
         exits 3 run -q -n 2 --save /dev/full && says 'cannot save the session: /dev/full: not a regular file' &&
+        exits 3 run -q -n 2 --save "$work/none/s" && says 'none/s.: cannot create: No such file' && silent &&
+        exits 3 run -q -n 2 --save '' && exits 3 chat -q --session "$work" && says 'not a regular file' &&
         exits 1 run --load "$work/none" && says 'cannot open: No such file' && ls "$work" | (! grep part-) &&
         exits 1 run --load README.md && says 'README.md: not a session' && exits 1 run --load "$work/t" --dense-len 128 &&
         says 'made with dense-len'
@@ -765,7 +768,8 @@ t_session_chat() { # saved and taken up again, a conversation is one
         [ "$(grep -o 'conversation: [0-9]*' "$work/stats")" = "$(grep -o 'conversation: [0-9]*' "$work/err")" ] &&
         exits 0 chat -q --session "$work/new" && [ ! -e "$work/new" ] && cp "$work/s" "$work/bad" && echo x >>"$work/bad" &&
         exits 1 chat -q --session "$work/bad" && says 'cut short or altered' && cp "$work/bad" "$work/same" &&
-        cmp "$work/bad" "$work/same" && chat '/quit\n' "-q --session $work/s --system Other" && [ -s "$work/s" ]
+        cmp "$work/bad" "$work/same" && cp "$work/s" "$work/same" && chat '/reset\n' "-q --session $work/s" &&
+        says 'an empty conversation is not saved: .*/s holds the one before' && cmp "$work/s" "$work/same" && chat '/quit\n' "-q --session $work/s --system Other" && [ -s "$work/s" ]
 }
 
 # ---- dump-features ----
