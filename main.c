@@ -109,6 +109,22 @@ static int save(sala *engine, int64_t id, const char *path) { // returns an exit
     return cli_fail(CLI_OUTPUT, "cannot save the session: %s", err.text);
 }
 
+// Could it be saved there? Better asked before a long text than behind it. Returns an exit code.
+static int check_place(const char *path) {
+    struct stat st;
+    char *real = realpath(path, NULL), *folder = real ? real : cli_copy(path);
+    char *slash = strrchr(folder, '/');
+    int code = CLI_OK;
+    if (stat(path, &st) == 0 && !S_ISREG(st.st_mode))
+        code = cli_fail(CLI_OUTPUT, "cannot save the session: %s: not a regular file", path);
+    if (slash) slash[slash == folder] = 0;
+    if (code == CLI_OK && (!*path || access(slash ? folder : ".", W_OK | X_OK) != 0))
+        code = cli_fail(CLI_OUTPUT, "cannot save the session: '%s': cannot create: %s", path,
+                        strerror(*path ? errno : ENOENT));
+    free(folder);
+    return code;
+}
+
 static int generate_on(generation *g, int64_t id);
 
 // Run one request to its end. Returns an exit code.
@@ -227,6 +243,7 @@ static int run_arguments(cli_args *a, run_input *in) { // returns 0, or -1: retu
     if (a->request.logprobs && !a->json) a->code = cli_fail(CLI_USAGE, "--logprobs needs --json");
     if (a->code == CLI_OK && in->file) a->code = cli_read_file(in->file, &in->prompt);
     if (in->load && in->chat) a->code = cli_fail(CLI_USAGE, "--load and --chat: use sala chat");
+    if (a->code == CLI_OK && in->save) a->code = check_place(in->save);
     a->request.keep = in->save != NULL;
     if (a->code == CLI_OK && !in->prompt.data && !in->load) {
         cli_append(&in->prompt, story, strlen(story));
@@ -307,15 +324,20 @@ static int run_generate(cli_args *a, sala *engine, run_input *in) {
     int code = run_prompt(a, engine, in);
     sala_session session = {0};
     sala_error err;
+    sala_request none; // of its options was given
+    memset(&none, 0, sizeof none);
+    none.keep = a->request.keep;
     g.engine = engine;
     g.print = !a->json;
     g.save = in->save;
     if (code == CLI_OK && in->load && sala_load(engine, in->load, &session, &err) < 0)
         code = cli_fail(CLI_FAILED, "%s", err.text);
-    if (session.request && in->prompt.data)
-        code = cli_fail(CLI_USAGE,
-                        "%s was saved in the middle of a text: give no prompt, and it goes on",
-                        in->load);
+    if (session.request && (in->prompt.data || memcmp(&a->request, &none, sizeof none) != 0))
+        code =
+            cli_fail(CLI_USAGE,
+                     "%s was saved in the middle of a text: give no prompt, and it goes on as it "
+                     "was asked for: nor -n, --temperature and other options of that",
+                     in->load);
     a->request.sequence = session.sequence;
     if (a->request.logprobs) g.logprobs = open_memstream(&logprobs, &logprobs_size);
     if (in->echo && g.print && in->prompt.data) g.shown = &in->prompt;
@@ -595,7 +617,8 @@ static int sala_chat(int argc, char **argv) {
     }
     if (id == 0 && a.request.logprobs)
         a.code = cli_fail(id = CLI_USAGE, "chat does not print log-probabilities");
-    if (id == 0) c.engine = cli_open(&a);
+    if (id == 0 && session) a.code = check_place(session);
+    if (id == 0 && a.code == CLI_OK) c.engine = cli_open(&a);
     c.args = &a;
     chat_reset(&c);
     if (c.engine && session) a.code = chat_load(&c, session);
@@ -603,6 +626,8 @@ static int sala_chat(int argc, char **argv) {
         a.code = chat_loop(&c);
         int unsaved = session && c.sequence ? save(c.engine, c.sequence, session) : CLI_OK;
         if (unsaved) a.code = unsaved;
+        if (session && !c.sequence && access(session, F_OK) == 0) // behind /reset
+            cli_fail(0, "an empty conversation is not saved: %s holds the one before", session);
     }
     chat_reset(&c);
     sala_close(c.engine);

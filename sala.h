@@ -14227,11 +14227,13 @@ SALA_API int sala_save(sala *s, int64_t id, const char *path, sala_error *err) {
     sala__session f;
     sala__string part = {NULL, 0, 0};
     struct stat st;
+    char real[4096];
     sala__clear(err);
     if (s->failed) return sala__failed(err);
     if (!path || !*path) return sala__fail(err, SALA_E_ARGUMENT, "sala_save: no path given");
     if (stat(path, &st) == 0 && !S_ISREG(st.st_mode))
         return sala__fail(err, SALA_E_FILE, "%s: not a regular file", path);
+    if (realpath(path, real)) path = real; // through a link, to where it points
     const sala__sequence *q = sala__find_sequence(s, id);
     const sala__request *r = s->requests;
     while (r && !(r->slot >= 0 && (r->id == id || (q && r->sequence == id)))) r = r->next;

@@ -30,7 +30,7 @@ static const cli_option set_options[] = {
 };
 
 static const cli_command set_command = {
-    "make_soar_set",
+    "--help",
     "[-m DIR --text FILE] [options]\n\n"
     "Writes JSON lines for `sala bench --soar` to stdout. Within a class of lengths the logarithm "
     "is\n"
@@ -209,7 +209,7 @@ int main(int argc, char **argv) {
     m.count = 12;
     m.scale = 1;
     cli_program = "build/";
-    cli_help = "build/make_soar_set --help;";
+    cli_help = "build/make_soar_set";
     cli_start(&a, &set_command, argc, argv);
     while ((id = cli_next(&a)) > 0) {
         char *end = NULL;
