@@ -732,7 +732,7 @@ t_bench_spec() {
         exits 2 bench --spec none && says 'auto off ngram eagle all$' &&
         exits 1 bench -q --spec all --prompts "$work/none" && says "$work/none" &&
         echo '{"class": "x"}' >"$work/prompts" && exits 1 bench -q --spec all --prompts "$work/prompts" &&
-        says 'line 1 lacks class or prompt'
+        says 'prompts:1: lacks class or prompt'
 }
 t_bench_spec_faults() { # nothing is left out silently, and what a file says cannot break the report
     for word in --gemm "--tokenize README.md" --sampled; do
@@ -929,7 +929,7 @@ t_bench_soar() { # two rows at every level, drafts beside, the same requests in 
         prints '"gains": \[\], "accuracy": null, "score": null' &&
         echo '{"question": "What does the cow say?", "model_response": "The cow says moo, and moo, and moo."}' >"$work/set" &&
         exits 0 bench -q --soar "$work/set" --concurrency 1 --json &&
-        prints '"prompt_tokens": 8, "output_tokens": 1[0-9], "ended": 0.*"prompt_tokens": 16, "output_tokens": 6, "ended": 1'
+        prints '"prompt_tokens": 8, "output_tokens": 1[0-9], "reused_tokens": 0, "ended": 0.*"prompt_tokens": 16, "output_tokens": 6, "reused_tokens": 0, "ended": 1'
 }
 t_bench_soar_order() { # the order and the pruning of the toolkit; long prompts do not stop who generates
     soar_counts >"$work/set" && synthetic_soar --num-prompts 1 --concurrency 1 --json && is_json "$work/out" &&
@@ -937,6 +937,9 @@ t_bench_soar_order() { # the order and the pruning of the toolkit; long prompts 
         ! prints '"natural",' >/dev/null &&
         { soar_counts 1 9 && echo '{"prompt_tokens": 9, "completion_tokens": 1}'; } >"$work/set" &&
         synthetic_soar --concurrency 3 --json && prints '"requests": 1, "left_out": 2' && prints '"prompt_tokens": 9' &&
+        for i in 1 2; do echo '{"question": "'"$(seq -s ' ' 90)"' '$i'?", "model_response": "a b c"}'; done >"$work/set2" &&
+        exits 0 bench -q --soar "$work/set2" --reuse prefix --concurrency 1 && prints '^ *[1-9][0-9]* of [0-9]* prompt tokens were there already' &&
+        exits 0 bench -q --soar "$work/set2" --reuse prefix --concurrency 1 --json && prints '"reused_tokens": [1-9]' &&
         soar_counts 10 1300 12 13 140 15 16 | sed 's/140, "completion_tokens": 8/14, "completion_tokens": 30/' >"$work/set" &&
         synthetic_soar --concurrency 2 --json && prints '"prompt_tokens": 1380' &&
         prints '"longest_wait_steps": 1, "prompt_tokens_beside": 512,'
@@ -956,6 +959,7 @@ t_bench_soar_score() {
         sed 's/"seconds": [0-9.]*/"seconds": 1000/g' "$work/base" >"$work/slow" && echo '{"overall": 98.5}' >"$work/eval" &&
         synthetic_soar --num-prompts 2 --baseline "$work/slow" --eval "$work/eval" &&
         prints '^forced, 100 x the .*: S1 [0-9]*[0-9]\{4\}[.].* S8 .* Smax .* score [0-9.]*, C = 0.96 by an accuracy of 98.50' &&
+        prints '^S8 .* forced ' && prints '^Smax .* forced ' && prints '^Smax is the run of S8: there are 2 requests$' &&
         synthetic_soar --num-prompts 2 --concurrency 1,8 --baseline "$work/base" && prints ' no score: it takes' &&
         exits 1 bench -q --synthetic -m $tiny/config.json --soar "$work/set" --num-prompts 3 --baseline "$work/base" &&
         says 'base: of other requests' && silent &&
@@ -969,20 +973,22 @@ t_bench_soar_files() { # what is wrong with a file is said with its line
             exits 1 bench -q --soar "$work/set" && says "$said" && silent
     }
     good='{"question": "Once upon", "model_response": "a time"}'
-    bad 'set: line 2 lacks a question (or input, or prompt)' "$good" '{"model_response": "x"}' &&
-        bad 'set: line 1 lacks a model_response' '{"question": "x"}' && bad 'set: line 3 lacks a question' "$good" '' '7' &&
-        bad 'line 2: .*set: not valid JSON at byte' "$good" '{"question"' && bad 'set: line 1 lacks a quest' '{"question": 5, "model_response": "x"}' &&
+    bad 'set:2: lacks a question (or input, or prompt)' "$good" '{"model_response": "x"}' &&
+        bad 'set:1: lacks a model_response' '{"question": "x"}' && bad 'set:3: lacks a question' "$good" '' '7' &&
+        bad '^sala: [^ ]*set:2: not valid JSON at byte' "$good" '{"question"' && bad 'set:1: lacks a quest' '{"question": 5, "model_response": "x"}' &&
         bad 'set: no request with two tokens' '' && bad 'set: no request with' '{"question": "Once upon", "model_response": ""}' &&
         printf '%s\n' '{"prompt_tokens": 5}' >"$work/set" &&
-        exits 1 bench -q --synthetic -m $tiny/config.json --soar "$work/set" && says 'line 1 lacks prompt_tokens or completion_tokens' &&
+        exits 1 bench -q --synthetic -m $tiny/config.json --soar "$work/set" && says 'set:1: lacks prompt_tokens or completion_tokens' &&
         exits 1 bench -q --soar "$work/none" && says 'none: cannot open' && echo "$good" >"$work/set" &&
         exits 2 bench --soar "$work/set" --concurrency 1,two && says "concurrency: 'two' is not a whole number" &&
         exits 2 bench --soar "$work/set" --concurrency 1,,8 && says "concurrency: '' is not" &&
         exits 2 bench --soar "$work/set" --concurrency 1,2,3,4,5,6,7,8,9 && says 'at most 8 levels' &&
         exits 2 bench --soar "$work/set" --num-prompts 0 && says "num-prompts: '0'" && exits 2 bench --concurrency 1 && says 'go with --soar' &&
+        exits 2 bench --soar "$work/set" --prompt-tokens 5 && says 'do not go with --soar' && exits 2 bench --soar x --gen-tokens 5 &&
+        exits 2 bench --context --prompt-tokens 5 && says '^sala: --prompt-tokens does not go with --context' &&
         exits 2 bench --soar "$work/set" --gemm && says 'none of the other measurements' &&
         exits 2 bench --soar "$work/set" --context && says 'not both' &&
-        exits 1 bench -q --soar "$work/set" --max-context 4 && says 'set: line 1: the prompt ([0-9]* tokens) and max-tokens .* --context'
+        exits 1 bench -q --soar "$work/set" --max-context 4 && says 'set:1: the prompt ([0-9]* tokens) and max-tokens .* --context'
 }
 t_make_soar_set() { # text of the length that is asked for, counted as the program counts it
     maker=${MAKE_SOAR_SET:-build/make_soar_set}
@@ -1011,7 +1017,7 @@ t_bench_context() {
         exits 1 bench -q --context --max-context 64 && says '64 tokens are no context for --gen-tokens 64' && silent &&
         exits 2 bench --context --spec all && says '^sala: --spec all does not go with --context' &&
         exits 2 bench --max-context many && says '^sala: --max-context is "many"' &&
-        exits 0 bench -q --context --max-context 1G --gen-tokens 8 --chunk 64 --memory-limit 4500K --spec ngram --json &&
+        exits 0 help bench && prints 'CPU: 32K' && exits 0 bench -q --context --max-context 1G --gen-tokens 8 --chunk 64 --memory-limit 4500K --spec ngram --json &&
         says 'the series ends at [0-9]* tokens' && is_json "$work/out" && prints '"rows": \[{"context": [0-9]*, [^{]*}\]'
 }
 t_plot() { # the curves of two files, nothing but XML; a file that is none is refused
@@ -1025,6 +1031,7 @@ svg = dom.parse(sys.argv[1])
 assert len(svg.getElementsByTagName('polyline')) == 4
 assert any('b<&' in t.firstChild.data for t in svg.getElementsByTagName('text'))" "$work/out" &&
         ! python3 tools/plot.py README.md >"$work/out" 2>"$work/err" && says 'README.md: line 1: no column context' &&
+        python3 tools/plot.py --help | grep -q 'tokens a second by context' && ! python3 tools/plot.py 2>"$work/err" &&
         printf 'context,decode_tokens_per_second\n2048,x\n' >"$work/a.csv" &&
         ! python3 tools/plot.py "$work/a.csv" >"$work/out" 2>"$work/err" && says 'a.csv: line 2: ' && silent
 }

@@ -658,7 +658,7 @@ def main(words=None):
     for c in (t, e):
         c.add_argument("--data", required=True, help="folder of `sala dump-features`")
         c.add_argument("--length", type=int, help="tokens of a row; longer samples are cut (the longest, up to 2048)")
-        c.add_argument("--rows", type=int, help="rows of a batch (8; of a small set less). Memory grows with rows x length^2")
+        c.add_argument("--rows", type=int, help="rows of a batch (8; of a small set less); memory: rows x length^2")
         c.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
         c.add_argument("--precision", choices=("bf16", "fp32"), help="of activations (GPU: bf16, CPU: fp32)")
     for c in (x, e):
