@@ -722,13 +722,16 @@ static const char *cli_model_path(const char *given, char *room) {
 // One line that says what runs, and with what memory.
 static void cli_describe(sala *engine) {
     sala_info i;
-    char context[32], kv[32], total[32], reuse[80] = "";
+    char context[32], kv[32], total[32], reuse[80] = "", prefill[40] = "";
     sala_get_info(engine, &i);
     if (i.snapshots)
         snprintf(reuse, sizeof reuse, ", %d snapshot%s of prefixes %s", i.snapshots,
                  i.snapshots == 1 ? "" : "s", cli_bytes((double)i.reuse_bytes, total));
-    fprintf(stderr, "sala %s: %s; %s, %s, %.2f bits per weight, %s; ", sala_version(), i.device,
-            i.path, i.weight_format, i.bits_per_weight, cli_bytes((double)i.weight_bytes, total));
+    if (strcmp(i.prefill, "BF16") != 0) // results depend on it
+        snprintf(prefill, sizeof prefill, ", prefill %s", i.prefill);
+    fprintf(stderr, "sala %s: %s; %s, %s, %.2f bits per weight%s, %s; ", sala_version(), i.device,
+            i.path, i.weight_format, i.bits_per_weight, prefill,
+            cli_bytes((double)i.weight_bytes, total));
     fprintf(stderr, "context %s, KV and states %s%s; drafts %.*s\n", cli_count(i.context, context),
             cli_bytes((double)(i.kv_bytes + i.state_bytes), kv), reuse, (int)strcspn(i.spec, ";"),
             i.spec);
