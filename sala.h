@@ -23,12 +23,14 @@
             ask.text = "Once upon a time there was a brave fox named Pip.";
             ask.max_tokens = 64;
             if (sala_submit(s, &ask, &err) < 0) return fprintf(stderr, "%s\n", err.text), 1;
-            while (sala_step(s, &err) > 0) {
+            int more;
+            while ((more = sala_step(s, &err)) > 0) {
                 sala_event ev;
                 while (sala_next_event(s, &ev)) fwrite(ev.text, 1, ev.text_bytes, stdout);
             }
             sala_close(s);
-            return 0;
+            printf("\n");
+            return more < 0 ? fprintf(stderr, "%s\n", err.text), 1 : 0;
         }
 
     LIMITS
@@ -128,8 +130,8 @@ typedef struct sala_hooks {
 } sala_hooks;
 
 typedef struct sala_options {
-    const char *device; // "auto" (default: a GPU if one can be used, else the log says why not),
-                        // "cpu", "cuda" or "cuda:N"
+    const char *device; // "auto" (default: a GPU if one can be used, else the log says why not,
+                        // if a driver is there), "cpu", "cuda" or "cuda:N"
     int threads;        // CPU threads; default: the processors this process may use
     int max_sequences;  // sequences resident at once, 1..256; default 8
     int64_t context;    // longest sequence in tokens; default 32768
@@ -234,7 +236,8 @@ typedef struct sala_request {
     const char *text;
     size_t text_bytes; // 0: up to the terminating zero
     // Continue a sequence that an earlier request kept: its id from the finish event. The new
-    // tokens follow the last chosen one. 0: a new sequence.
+    // tokens follow the last chosen one. 0: a new sequence. Without a prompt the text goes on where it
+    // was, with the space that belongs there.
     int64_t sequence;
     int keep; // 1: the sequence stays resident after the request; continue or sala_release it
 
@@ -295,6 +298,11 @@ SALA_API int sala_cancel(sala *engine, int64_t request,
                          sala_error *error); // its finish event follows
 SALA_API int sala_release(sala *engine, int64_t sequence,
                           sala_error *error); // give up a kept sequence
+
+// The tokens of a kept sequence, the one chosen last included: *tokens is valid until the next call of
+// sala_step, sala_load or sala_release. Returns how many, or a negative error.
+SALA_API int64_t sala_history(sala *engine, int64_t sequence, const int32_t **tokens,
+                              sala_error *error);
 
 // ---- sessions ----
 
@@ -7943,12 +7951,21 @@ static int sala__parse_device(const char *text, int *kind, int *ordinal, sala_er
     return 0;
 }
 
+// Is there a driver, or was one named? Where there is none, hardly anybody wants to read why no GPU is used.
+static int sala__cuda_is_likely(void) {
+    if (sala__cuda_setting("SALA_CUDA")) return 1;
+    void *driver = dlopen("libcuda.so.1", SALA__CUDA_DLOPEN);
+    if (driver) dlclose(driver);
+    return driver != NULL;
+}
+
 // Open the device that an option names. Returns 1 for a GPU (in *c), 0 for the CPU, or an error.
 static int sala__cuda_select(const sala__env *env, const char *text, sala__cuda *c,
                              sala_error *err) {
     int kind, ordinal;
     int code = sala__parse_device(text, &kind, &ordinal, err);
     if (code < 0 || kind == SALA__DEVICE_CPU) return code;
+    if (kind == SALA__DEVICE_AUTO && !sala__cuda_is_likely()) return 0;
     sala_error reason;
     code = sala__cuda_open(env, ordinal, c, &reason);
     if (code == 0) return 1;
@@ -10078,13 +10095,13 @@ static int sala__make_plan(sala *s, sala_error *err) {
     return sala__fail(
         err, SALA_E_MEMORY,
         "the plan takes %.1f MiB (weights %.1f, draft head %.1f + %.1f, K/V %.1f, states "
-        "%.1f, pending paths %.1f, prefixes %.1f, unpacking %.1f, scratch %.1f) but %.1f MiB are "
+        "%.1f, pending paths %.1f, prefixes %.1f, unpacking %.1f, scratch %.1f) but %.*f MiB are "
         "%s%s: lower context (%lld), kv-tokens (%lld), max-sequences (%d), chunk (%d) or "
         "reuse-memory",
         (double)total * mib, (double)p->weight_bytes * mib, (double)p->draft_weight_bytes * mib,
         (double)s->draft.kv_bytes * mib, (double)p->kv_bytes * mib, (double)p->state_bytes * mib,
         (double)p->pending_bytes * mib, (double)p->reuse_bytes * mib, (double)p->unpack_bytes * mib,
-        (double)p->scratch_bytes * mib, (double)p->limit * mib,
+        (double)p->scratch_bytes * mib, p->limit < 1 << 20 ? 6 : 1, (double)p->limit * mib,
         o->memory_limit ? "allowed" : "free", s->on_gpu ? " on the GPU" : "", (long long)o->context,
         (long long)o->kv_tokens, o->max_sequences, o->chunk);
 }
@@ -10152,7 +10169,7 @@ static int sala__config_path(const sala *s, const char *path, char **file, sala_
     struct stat st;
     int synthetic = s->options.synthetic;
     if (!synthetic && stat(path, &st) < 0)
-        return sala__fail(err, SALA_E_FILE, "%s: no such model folder: %s", path, strerror(errno));
+        return sala__fail(err, SALA_E_FILE, "%s: no such folder: %s", path, strerror(errno));
     if (!synthetic && !S_ISDIR(st.st_mode))
         return sala__fail(err, SALA_E_FILE,
                           "%s: not a folder; give the folder that holds config.json", path);
@@ -11947,6 +11964,7 @@ static int sala__request_copy(sala *s, const sala_request *ask, sala__request *r
     }
     r->stream.t = &s->tokenizer; // a loaded request's goes on
     r->stream.special = ask->special_text;
+    r->stream.begun |= !ask->text && !ask->token_count; // what it goes on from has begun the text
     code = sala__sampler_init(&s->env, ask, s->config.dims.vocab, &r->sampler, err);
     for (int64_t i = 0; code == 0 && i < r->token_count; i++)
         sala__sampler_note(&r->sampler, r->tokens[i], 0);
@@ -12069,6 +12087,15 @@ SALA_API int sala_release(sala *s, int64_t sequence, sala_error *err) {
                           (long long)sequence, (long long)q->request);
     sala__free_sequence(s, q);
     return 0;
+}
+
+SALA_API int64_t sala_history(sala *s, int64_t sequence, const int32_t **tokens, sala_error *err) {
+    sala__clear(err);
+    const sala__sequence *q = sala__find_sequence(s, sequence);
+    if (!q)
+        return sala__fail(err, SALA_E_ARGUMENT, "there is no sequence %lld", (long long)sequence);
+    *tokens = q->tokens;
+    return (int64_t)q->token_count;
 }
 
 // ---- the pass ----
@@ -14076,13 +14103,13 @@ static void sala__session_put_request(sala__session *f, const sala__request *r) 
     sala__session_ask(f, &ask, &held, NULL);
 }
 
-// Can a request that began there be where this one is? Sums of numbers up to the context do not overflow.
-static int sala__session_agrees(const sala *s, const sala__session_head *h, int64_t history,
+// Can a request that began there be where this one is? Sums of numbers up to the history do not overflow.
+static int sala__session_agrees(const sala__session_head *h, int64_t history,
                                 const sala__request *r) {
     const int64_t n[] = {r->token_count, r->prefilled, r->segment_start, r->chosen, r->reused};
     const int64_t *count = r->counted.verifies;
     int ok = r->token_count > 0 && (unsigned)(r->took_root | r->cancelled | r->stream.begun) <= 1;
-    for (int i = 0; i < 5; i++) ok &= n[i] >= 0 && n[i] <= s->options.context;
+    for (int i = 0; i < 5; i++) ok &= n[i] >= 0 && n[i] <= history;
     for (; ok && count < (const int64_t *)&r->counted.draft_seconds; count++)
         ok = *count >= 0 && *count < (int64_t)1 << 48; // statistics, to which more is added
     ok = ok && r->shared >= 0 && r->shared <= r->prefilled && (unsigned)r->stream.held_size <= 3;
@@ -14093,12 +14120,22 @@ static int sala__session_agrees(const sala *s, const sala__session_head *h, int6
     return ok && r->prefilled == r->token_count && h->pending < r->chosen;
 }
 
+static void sala__session_room(sala__session *f,
+                               int64_t tokens) { // for the longest that it can become
+    if (tokens > f->s->options.context)
+        sala__session_fail(f, SALA_E_ARGUMENT,
+                           "needs %lld tokens, more than the context of %lld: raise --context",
+                           (long long)tokens, (long long)f->s->options.context);
+}
+
 // As if it were submitted, and all that has happened since.
 static void sala__session_revive(sala__session *f, const sala_request *ask, sala__request *r,
                                  const sala__string *held) {
     sala *s = f->s;
     sala_error why;
     int code = sala__check_request_fields(ask, &why);
+    if (code == 0) sala__session_room(f, r->segment_start + r->token_count + ask->max_tokens);
+    if (f->code < 0) return;
     if (code == 0) code = sala__request_copy(s, ask, r, &why);
     if (code == 0) code = sala__request_fits(s, r, ask, &why);
     if (code == 0) code = sala__append(&s->env, &r->held, held->data, held->size, &why);
@@ -14118,7 +14155,7 @@ static sala__request *sala__session_get_request(sala__session *f, const sala__se
     if (!r) return NULL;
     memset(&ask, 0, sizeof ask);
     sala__session_course(f, r);
-    sala__session_must(f, sala__session_agrees(s, h, count, r), "where its request is");
+    sala__session_must(f, sala__session_agrees(h, count, r), "where its request is");
     sala__session_ask(f, &ask, &held, stop);
     sala__session_must(f, ask.max_tokens > r->chosen && ask.sequence == 0,
                        "where its request ends");
@@ -14238,6 +14275,13 @@ SALA_API int sala_save(sala *s, int64_t id, const char *path, sala_error *err) {
     const sala__request *r = s->requests;
     while (r && !(r->slot >= 0 && (r->id == id || (q && r->sequence == id)))) r = r->next;
     if (r) q = &s->sequences[r->slot];
+    for (const sala__request *w = s->requests; w && !q; w = w->next)
+        if (w->id == id)
+            return sala__fail(
+                err, SALA_E_STATE,
+                "request %lld still waits, so there is nothing to save of it: sala_step "
+                "begins it when there is room",
+                (long long)id);
     if (!q)
         return sala__fail(err, SALA_E_ARGUMENT,
                           "there is no sequence %lld and no request of that number at work",
@@ -14332,10 +14376,7 @@ static sala__sequence *sala__session_place(sala__session *f, const sala__sequenc
     int64_t need = sala__pages_for(s, tokens);
     for (int i = 0; !q && i < s->plan.slots; i++)
         if (!s->sequences[i].id) q = &s->sequences[i];
-    if (tokens > s->options.context)
-        sala__session_fail(f, SALA_E_ARGUMENT,
-                           "needs %lld tokens, more than the context of %lld: raise --context",
-                           (long long)tokens, (long long)s->options.context);
+    sala__session_room(f, tokens);
     if (!q)
         sala__session_fail(f, SALA_E_MEMORY,
                            "all %d sequences are taken: release one or raise --max-sequences",

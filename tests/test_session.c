@@ -266,6 +266,46 @@ static void test_text(void) {
     every_step(&c);
 }
 
+// A sequence that goes on without a prompt: its text joins what was before, spaces included.
+static void test_joined(void) {
+    char joined[2000] = "";
+    const int32_t *tokens;
+    sala_error err;
+    sala_options o = engine_options(64);
+    o.logits_rows = o.hidden_states = 0;
+    session t = session_open(SALA_TINY, &o);
+    sala_request r;
+    memset(&r, 0, sizeof r);
+    r.text = "Once upon a time";
+    r.max_tokens = 24;
+    r.keep = 1;
+    session_do(&t, &r);
+    r.max_tokens = 3;
+    session_do(&t, &r);
+    for (int k = 0; k < 8; k++) {
+        const outcome *whole = &t.out[0], *part = &t.out[k + 1];
+        CHECK(part->bytes < 200, "%zu bytes", part->bytes);
+        strncat(joined, part->text, part->bytes);
+        must_save(&t, part->sequence, file);
+        session_give_up(&t, part->sequence);
+        r.sequence = must_load(&t, file, NULL);
+        r.text = NULL;
+        int64_t n = sala_history(t.engine, r.sequence, &tokens, &err);
+        CHECK(n > 3 * k + 3 && tokens[n - 1] == whole->tokens[3 * k + 2], "%lld tokens",
+              (long long)n);
+        if (k < 7) session_do(&t, &r);
+    }
+    const outcome *whole = &t.out[0];
+    CHECK(strlen(joined) == whole->bytes && memcmp(joined, whole->text, whole->bytes) == 0,
+          "\"%s\" is not \"%s\"", joined, whole->text);
+    CHECK(sala_history(t.engine, 999, &tokens, &err) == SALA_E_ARGUMENT && strstr(err.text, "999"),
+          "%s", err.text);
+    session_give_up(&t, r.sequence);
+    session_give_up(&t, whole->sequence);
+    session_close(&t);
+    unlink(file);
+}
+
 // A head for models of sala-tiny's shape.
 static const char *write_head(const char *name, int vocab) {
     static char path[2][96];
@@ -597,11 +637,13 @@ static void test_foreign(void) {
     refused(&b, file, SALA_E_MODEL, "made with dense-len 60, but this engine has 128");
     session_close(&b);
     o.dense_len = 0;
-    o.context = 38;
     o.logits_rows = 64;
-    b = session_open(TINY, &o);
-    refused(&b, file, SALA_E_ARGUMENT, "raise --context");
-    session_close(&b);
+    for (int k = 0; k < 3; k++) { // too small for what its request may add, and for what is there
+        o.context = k == 0 ? 38 : k == 1 ? 20 : 1;
+        b = session_open(TINY, &o);
+        refused(&b, file, SALA_E_ARGUMENT, "needs 39 tokens, more than the context of");
+        session_close(&b);
+    }
     o = engine_options(64);
     o.logits_rows = o.hidden_states = 0;
     b = session_open(TINY, &o);
@@ -652,6 +694,12 @@ static void test_no_room(void) {
     not_saved(&t, id, "", SALA_E_ARGUMENT, "no path");
     not_saved(&t, 77, file, SALA_E_ARGUMENT, "no sequence 77");
     not_saved(&t, 0, file, SALA_E_ARGUMENT, "no sequence 0");
+    int32_t token = 5;
+    sala_request later = request_of(&token, 1, 2);
+    session_ask(&t, &later);
+    not_saved(&t, t.out[t.count - 1].id, file, SALA_E_STATE,
+              "still waits, so there is nothing to save of it");
+    session_cancel(&t, t.count - 1);
     write_bytes(file, "what was there", 14);
     getrlimit(RLIMIT_FSIZE, &old);
     low = old;
@@ -774,10 +822,13 @@ static void test_nothing_is_left(void) {
 
 int main(int argc, char **argv) {
     static const check_entry tests[] = {
-        TEST(test_every_step),      TEST(test_text),      TEST(test_draft),     TEST(test_prefixes),
-        TEST(test_device),          TEST(test_same_file), TEST(test_damage),    TEST(test_forged),
-        TEST(test_foreign),         TEST(test_no_room),   TEST(test_no_memory), TEST(test_kill),
-        TEST(test_nothing_is_left),
+        TEST(test_every_step), TEST(test_text),
+        TEST(test_joined),     TEST(test_draft),
+        TEST(test_prefixes),   TEST(test_device),
+        TEST(test_same_file),  TEST(test_damage),
+        TEST(test_forged),     TEST(test_foreign),
+        TEST(test_no_room),    TEST(test_no_memory),
+        TEST(test_kill),       TEST(test_nothing_is_left),
     };
     check_test = "main";
     temporary();

@@ -109,6 +109,8 @@ static int64_t context_limit(cli_args *a, const char *model, int64_t wanted) {
     int code = sala_plan(model, &o, &info, &err);
     if (code == SALA_E_MEMORY) most = info.longest_context / 64 * 64;
     if (code < 0 && code != SALA_E_MEMORY) return cli_fail(0, "%s", err.text);
+    if (!a->options.context && strncmp(info.device, "CPU", 3) == 0 && most > 32768)
+        return 32768; // a minute, not an hour
     if (most < wanted)
         fprintf(stderr,
                 "sala: the series ends at %lld tokens, which is the longest context that fits, not "

@@ -62,7 +62,8 @@ static const cli_command dump_command = {
     "  {\"text\": \"...\"}                                    all is under loss\n"
     "  {\"messages\": [{\"role\": \"user\", \"content\": \"...\"}, ...]}\n"
     "      by the chat template; under loss is what the assistant says, with its end token\n"
-    "  {\"prompt\": \"...\", \"answer\": \"...\"}   raw text; the answer is under loss\n\n"
+    "  {\"prompt\": \"...\", \"answer\": \"...\"}   raw text; the answer is under loss\n"
+    "  {\"prompt\": \"...\"}   with --regenerate; so are messages that end with a question\n\n"
     "The same command goes on behind the last whole shard; with other options, another model\n"
     "or other data it refuses to. Take the model, --prefill and --dense-len to be deployed.\n",
     dump_options,

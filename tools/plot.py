@@ -89,7 +89,9 @@ def panel(column, title, files, top):
 
 
 def main(paths):
-    if not paths or paths[0] in ("-h", "--help"):
+    if paths and paths[0] in ("-h", "--help"):
+        return print(__doc__)
+    if not paths:
         sys.exit(__doc__)
     files = [(os.path.splitext(os.path.basename(p))[0], read(p)) for p in paths]
     height = TOP + len(PANELS) * (HEIGHT + GAP) + 18 * len(files)

@@ -26,7 +26,7 @@ typedef struct soar_set {
 } soar_set;
 
 static int soar_bad(const char *path, const soar_item *it, const char *what) {
-    return cli_fail(CLI_FAILED, "%s: line %d %s", path, it->line, what);
+    return cli_fail(CLI_FAILED, "%s:%d: %s", path, it->line, what);
 }
 
 #define SOAR_MOST ((int64_t)1 << 30) // tokens of a prompt or an answer: what a context can be
@@ -92,8 +92,10 @@ static int soar_lines(soar_set *x, const sala__tokenizer *t, const char *at, siz
         bytes = end ? (size_t)(end - at) : left;
         all = bytes + (end != NULL);
         if (strspn(at, " \t\r") >= bytes) continue; // blank
-        if (sala__json_parse(&soar_env, x->path, at, bytes, &j, &err) < 0)
-            return cli_fail(CLI_FAILED, "line %d: %s", number, err.text);
+        char where[4200];
+        snprintf(where, sizeof where, "%s:%d", x->path, number);
+        if (sala__json_parse(&soar_env, where, at, bytes, &j, &err) < 0)
+            return cli_fail(CLI_FAILED, "%s", err.text);
         x->items = (soar_item *)cli_resize(x->items, (size_t)(x->count + 1) * sizeof *x->items);
         soar_item *it = (soar_item *)memset(&x->items[x->count++], 0, sizeof *it);
         it->line = number;
