@@ -778,7 +778,7 @@ t_session_join() { # a finished text goes on with its space, and nothing is adde
 }
 t_session_place() { # where nothing can be saved is known before anything is made
     exits 3 run -n 2 --save /dev/full && says '/dev/full: cannot be saved there: not a regular file' && silent &&
-        exits 3 run -n 2 --save "$work/none/s" && says 'none/s: cannot be saved there: No such file' && lines 1 "$work/err" &&
+        exits 3 run -n 2 --save "$work/none/s" && says 'none/s.: cannot be saved there: No such file' && lines 1 "$work/err" &&
         exits 3 chat --session "$work/none/s" && says 'cannot be saved there' && exits 3 chat --session "$work" && silent &&
         exits 3 run --save "$work/out/s" && says 'cannot be saved there' && (cd "$work" && "$OLDPWD/$sala" run -m "$OLDPWD/$tiny" -q -n 1 --save s) &&
         [ -s "$work/s" ]
