@@ -12682,8 +12682,10 @@ static int sala__finish(sala *s, sala__request *r, int reason, int show_rest, sa
             q->root = r->tokens[0]; // cancelled before it was read
         q->token_count =
             (size_t)q->stored + (q->root >= 0); // cancelled in prefill: what was not read never was
-        e->sequence = r->keep || r->slot < 0 ? q->id : 0;
-        if (!e->sequence) sala__free_sequence(s, q);
+        // One that never began leaves the sequence that it named; what its history would have taken
+        // over is not its own.
+        e->sequence = (r->slot < 0 ? !r->reused : r->keep) ? q->id : 0;
+        if (!e->sequence && r->slot >= 0) sala__free_sequence(s, q);
     }
     r->slot = -2;
     return sala__emit_text(s, r, r->held.size, err);
