@@ -219,9 +219,9 @@ t_story() {
         lines 2 "$work/err" && [ "$(head -n 1 "$work/err" | wc -c)" -lt 250 ] && [ -z "$(tail -c 1 "$work/out")" ]
 }
 t_golden_text() {
-    text='Tom had a good friend named Finn, who was a turtle. One night Tom heard a strange sound.'
+    text='Lily had a good friend named Ted, who was a turtle. One night Lily heard a strange sound.'
     grep -q "$text" $tiny/golden.json &&
-        exits 0 run -q -p 'Once upon a time there was a clever boy named Tom.' -n 64 &&
+        exits 0 run -q -p 'Once upon a time there was a lazy cat named Lily.' -n 64 &&
         [ "$(head -n 1 "$work/out")" = "$text" ] && [ ! -s "$work/err" ]
 }
 t_json() {

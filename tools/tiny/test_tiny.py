@@ -253,6 +253,22 @@ def test_folder(folder):
     assert all(x["target"] == y["output"] for x, y in zip(tasks, public["outputs"]))
 
 
+def test_after():
+    """A decoder that read a prompt at once goes on like one that took steps: with 25 tokens all is dense and a window
+    of the second tier is not complete, 59 and 60 are on both sides of the sparse rule's beginning."""
+    config = sala_ref.small_config()
+    weights, tokens = sala_ref.make_model(config, 3), sala_ref.make_tokens(config, 150, 3)
+    for n in (25, 59, 60, 130):
+        steps = sala_ref.Decoder(config, weights)
+        for t in tokens[:n]:
+            logits = steps.step(t)["logits"]
+        decoder, last = finish.after(config, weights, tokens[:n])
+        assert np.abs(last - logits).max() < 1e-9, n
+        for t in tokens[n:n + 20]:
+            here, there = decoder.step(t), steps.step(t)
+            assert np.abs(here["logits"] - there["logits"]).max() < 1e-9 and here["blocks"] == there["blocks"], n
+
+
 def test_golden():
     """golden.json's short prompts, decoded again in float64; a changed number is noticed."""
     assert finish.check(MODEL, ["story", "odd_text"])

@@ -331,6 +331,8 @@ class Trainer:
                 saved = time.time()
         if steps and not torch.isfinite(sums).all():
             sys.exit("train.py: the loss is not a number: the last checkpoint stands")
+        if steps:
+            self.log(mode, factor, sums, steps, time.time() - last)
         self.save()
         for p in self.processes:
             p.terminate()
