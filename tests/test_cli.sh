@@ -761,7 +761,10 @@ t_session_run() { # interrupted anywhere, it goes on as if nothing had happened
             exits 1 run -q --load "$work/s" --context $context && silent &&
             says "s: needs 150[0-9] tokens, more than the context of $context: raise --context" || return 1
         done
-    exits 0 run -q --load "$work/t" -n 5 --json && is_json "$work/out" && [ "$(field prompt_tokens)" -eq 1 ] &&
+    exits 3 run -q -n 2 --save /dev/full && says '/dev/full: cannot be saved there: not a regular file' &&
+        exits 3 run -q -n 2 --save "$work/none/s" && says 'none/s.: cannot be saved there: No such file' && silent &&
+        exits 3 run -q -n 2 --save '' && exits 3 chat -q --session "$work" && says 'not a regular file' &&
+        exits 0 run -q --load "$work/t" -n 5 --json && is_json "$work/out" && [ "$(field prompt_tokens)" -eq 1 ] &&
         exits 0 run -q --load "$work/t" -p ' and' -n 5 && exits 2 run --load "$work/t" --chat && says 'sala chat' &&
         exits 1 run --load "$work/none" && says 'cannot open: No such file' && ls "$work" | (! grep part-) &&
         exits 1 run --load README.md && says 'README.md: not a session' && exits 1 run --load "$work/t" --dense-len 128 &&
@@ -775,7 +778,7 @@ t_session_join() { # a finished text goes on with its space, and nothing is adde
 }
 t_session_place() { # where nothing can be saved is known before anything is made
     exits 3 run -n 2 --save /dev/full && says '/dev/full: cannot be saved there: not a regular file' && silent &&
-        exits 3 run -n 2 --save "$work/none/s" && says 'none/s: cannot be saved there: No such file' && lines 1 "$work/err" &&
+        exits 3 run -n 2 --save "$work/none/s" && says 'none/s.: cannot be saved there: No such file' && lines 1 "$work/err" &&
         exits 3 chat --session "$work/none/s" && says 'cannot be saved there' && exits 3 chat --session "$work" && silent &&
         exits 3 run --save "$work/out/s" && says 'cannot be saved there' && (cd "$work" && "$OLDPWD/$sala" run -m "$OLDPWD/$tiny" -q -n 1 --save s) &&
         [ -s "$work/s" ]
@@ -828,6 +831,7 @@ t_dump() {
         exits 0 dump-features --data "$work/d" --out "$work/f" && silent && says '2 samples (1 without loss left out) of .* in 1 shards (1 were there)' &&
         exits 1 dump-features -q --data "$work/d" --out "$work/f" --layers 1,2,3 && silent &&
         says 'was made with "layers": "1,3,4", this run has "layers": "1,2,3": give' &&
+        exits 1 dump-features -q --data "$work/d" --out "$work/f" --limit 1 && says 'with "limit": "0", this run has "limit": "1"' &&
         exits 1 dump-features -q --data "$work/d" --out "$work/f" --dense-len 0 && says '"dense_len": "512"' &&
         head -n 1 "$work/d" >"$work/e" && exits 1 dump-features -q --data "$work/e" --out "$work/f" && says 'with "data"' &&
         cp -r $tiny "$work/tiny" && sed -i 's/"eos_token_id": 2046/"eos_token_id": 2/; s/"rope_theta": 10000.0/"rope_theta": 10001.0/' \
@@ -979,9 +983,14 @@ t_bench_soar_files() { # what is wrong with a file is said with its line
         bad 'set: no request with two tokens' '' && bad 'set: no request with' '{"question": "Once upon", "model_response": ""}' &&
         printf '%s\n' '{"prompt_tokens": 5}' >"$work/set" &&
         exits 1 bench -q --synthetic -m $tiny/config.json --soar "$work/set" && says 'set:1: lacks prompt_tokens or completion_tokens' &&
+        printf '{"prompt_tokens": 9223372036854775807, "completion_tokens": 9}\n' >"$work/set" && # no sum of these overflows
+        exits 1 bench -q --synthetic -m $tiny/config.json --soar "$work/set" && says 'set:1: lacks prompt_tokens .* from 1 to 2^30' &&
+        printf '%s\n\000%s\n' "$good" "$good" >"$work/set" && # a zero does not end a file
+        exits 1 bench -q --soar "$work/set" && says 'set:2: .*not valid JSON' && silent &&
         exits 1 bench -q --soar "$work/none" && says 'none: cannot open' && echo "$good" >"$work/set" &&
         exits 2 bench --soar "$work/set" --concurrency 1,two && says "concurrency: 'two' is not a whole number" &&
         exits 2 bench --soar "$work/set" --concurrency 1,,8 && says "concurrency: '' is not" &&
+        exits 2 bench --soar "$work/set" --concurrency 10000000000000001 && says "concurrency: '10000000000000001' is not" &&
         exits 2 bench --soar "$work/set" --concurrency 1,2,3,4,5,6,7,8,9 && says 'at most 8 levels' &&
         exits 2 bench --soar "$work/set" --num-prompts 0 && says "num-prompts: '0'" && exits 2 bench --concurrency 1 && says 'go with --soar' &&
         exits 2 bench --soar "$work/set" --prompt-tokens 5 && says 'do not go with --soar' && exits 2 bench --soar x --gen-tokens 5 &&
@@ -1004,6 +1013,7 @@ t_make_soar_set() { # text of the length that is asked for, counted as the progr
         sum() { sed -n "s/.*\"$1\": \([0-9]*\).*/\1/p" "$work/set" | awk '{ n += $1 } END { print n }'; } &&
         prints "\"row\": \"forced\", \"seconds\": [0-9.]*, \"prompt_tokens\": $(sum prompt_tokens), \"output_tokens\": $(sum completion_tokens)," &&
         [ "$(sum prompt_tokens)" -ge 148 ] && [ "$(sum prompt_tokens)" -le 168 ] &&
+        ! "$maker" --abcdefgh x 2>"$work/err" && says '`build/make_soar_set --help` lists' &&
         ! "$maker" --lengths 5 2>"$work/err" && says 'neither v1, v2 nor IN:OUT' && ! "$maker" -m $tiny 2>"$work/err" &&
         says "-m goes with --text" && ! "$maker" --txt 2>"$work/err" && says "did you mean --text?" && ! "$maker" --qqqq 2>"$work/err" && says "make_soar_set --help. lists" && "$maker" --help >"$work/out" && prints '^usage: build/make_soar_set \[' &&
         tail -n 20 sala.h >"$work/text" && "$maker" --text "$work/text" --lengths 40:6 --count 1 2>"$work/err" >"$work/out" &&
@@ -1015,6 +1025,7 @@ t_bench_context() {
         prints '^context,prompt_tokens,prefill_seconds,prefill_tokens_per_second,decode_tokens,' &&
         prints '^2048,2040,[0-9.]*,[0-9.]*,7,' && prints '^2100,45,[0-9.]*,[0-9.]*,7,' &&
         exits 1 bench -q --context --max-context 64 && says '64 tokens are no context for --gen-tokens 64' && silent &&
+        exits 0 bench -q --context --max-context 2100 --gen-tokens 2060 --json && prints '"rows": \[{"context": 2100, "prompt_tokens": 40' &&
         exits 2 bench --context --spec all && says '^sala: --spec all does not go with --context' &&
         exits 2 bench --max-context many && says '^sala: --max-context is "many"' &&
         exits 0 help bench && prints 'CPU: 32K' && exits 0 bench -q --context --max-context 1G --gen-tokens 8 --chunk 64 --memory-limit 4500K --spec ngram --json &&
@@ -1033,7 +1044,13 @@ assert any('b<&' in t.firstChild.data for t in svg.getElementsByTagName('text'))
         ! python3 tools/plot.py README.md >"$work/out" 2>"$work/err" && says 'README.md: line 1: no column context' &&
         python3 tools/plot.py --help | grep -q 'tokens a second by context' && ! python3 tools/plot.py 2>"$work/err" &&
         printf 'context,decode_tokens_per_second\n2048,x\n' >"$work/a.csv" &&
-        ! python3 tools/plot.py "$work/a.csv" >"$work/out" 2>"$work/err" && says 'a.csv: line 2: ' && silent
+        ! python3 tools/plot.py "$work/a.csv" >"$work/out" 2>"$work/err" && says 'a.csv: line 2: ' && silent &&
+        for row in 1e308,1 2048,inf 0.5,1 "$(printf '%0200000d' 2),1" "$(printf '\377')"; do # no traceback
+            printf 'context,decode_tokens_per_second\n%s\n' "$row" >"$work/a.csv"
+            ! python3 tools/plot.py "$work/a.csv" >"$work/out" 2>"$work/err" && says '^plot.py: ' && lines 1 "$work/err" || return 1
+        done &&
+        printf '\357\273\277context,decode_tokens_per_second\r\n2048,5\r\n' >"$work/a.csv" && # as spreadsheets save it
+        python3 tools/plot.py "$work/a.csv" >"$work/out"
 }
 
 # ---- all of them ----

@@ -686,7 +686,7 @@ static void test_no_room(void) {
     int64_t id;
     session t = small_session(&id, 30);
     struct rlimit old, low;
-    char path[160];
+    char path[160], to[160];
     snprintf(path, sizeof path, "%s/no/such", folder);
     not_saved(&t, id, path, SALA_E_FILE, "cannot create: No such file");
     not_saved(&t, id, "/dev/full", SALA_E_FILE, "not a regular file");
@@ -712,6 +712,13 @@ static void test_no_room(void) {
     sala__file f = read_bytes(file);
     CHECK(f.size == 14 && memcmp(f.data, "what was there", 14) == 0, "the old file is gone");
     sala__unmap_file(&f);
+    snprintf(path, sizeof path, "%s/link", folder); // leads to the file, and still does
+    if (symlink(file, path) != 0) die(path, "symlink");
+    must_save(&t, id, path);
+    f = read_bytes(file);
+    CHECK(f.size > 14 && readlink(path, to, sizeof to) > 0, "the link is no link any more");
+    sala__unmap_file(&f);
+    unlink(path);
     unlink(file);
     small_end(&t);
 }

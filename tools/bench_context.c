@@ -133,6 +133,7 @@ static int bench_context(bench *b, cli_args *a) {
     if (most > 0 && most <= b->gen + 1)
         code = cli_fail(CLI_FAILED, "%lld tokens are no context for --gen-tokens %lld",
                         (long long)most, (long long)b->gen);
+    while (to <= b->gen) to *= 2; // the first line is of the first length that holds them
     a->options.context = a->options.kv_tokens = most;
     if (code == CLI_OK) b->engine = cli_open(a);
     if (code == CLI_OK && !b->engine) code = a->code;

@@ -445,9 +445,9 @@ static int soar_read_json(soar_bench *x, const char *path, int is_eval) {
 // "1,8,max": 0 and max mean all. Returns an exit code.
 static int soar_read_levels(soar_bench *x, const char *at) {
     for (;; at++) {
-        char word[16];
+        char word[32]; // a longer one is no number either
         int64_t level = 0;
-        snprintf(word, sizeof word, "%.*s", (int)(strcspn(at, ",") & 15), at);
+        snprintf(word, sizeof word, "%.*s", (int)strcspn(at, ","), at);
         if (strcmp(word, "max") != 0 &&
             cli_integer("concurrency", word, 0, 100000, &level) != CLI_OK)
             return CLI_USAGE;

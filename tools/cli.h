@@ -281,15 +281,17 @@ static int cli_output_open(cli_output *o, const char *path) { // returns an exit
 // Could sala_save write there? It makes a file beside it, and puts that in its place. Returns an exit code.
 static int cli_check_place(const char *path) {
     struct stat st;
-    const char *slash = strrchr(path, '/');
-    char *folder = cli_copy(slash ? path : ".");
-    if (slash) folder[slash == path ? 1 : slash - path] = 0;
-    int bad = access(folder, W_OK | X_OK) != 0 ? errno : 0;
-    free(folder);
-    if (bad) return cli_fail(CLI_OUTPUT, "%s: cannot be saved there: %s", path, strerror(bad));
+    char *real = realpath(path, NULL), *folder = real ? real : cli_copy(path); // links are followed
+    char *slash = strrchr(folder, '/');
+    int code = CLI_OK;
     if (stat(path, &st) == 0 && !S_ISREG(st.st_mode))
-        return cli_fail(CLI_OUTPUT, "%s: cannot be saved there: not a regular file", path);
-    return CLI_OK;
+        code = cli_fail(CLI_OUTPUT, "%s: cannot be saved there: not a regular file", path);
+    if (slash) slash[slash == folder] = 0;
+    if (code == CLI_OK && (!*path || access(slash ? folder : ".", W_OK | X_OK) != 0))
+        code = cli_fail(CLI_OUTPUT, "'%s': cannot be saved there: %s", path,
+                        strerror(*path ? errno : ENOENT));
+    free(folder);
+    return code;
 }
 
 static int cli_output_write(cli_output *o, int64_t offset, const void *data, size_t bytes) {

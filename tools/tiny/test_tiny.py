@@ -121,6 +121,21 @@ def test_letters_in_training_text():
     assert counts["letters"] > 3000 and counts["letters"] > 3 * counts["plain"], counts
 
 
+def test_spliced():
+    """The Bible's words, each pair of neighbours from it, but no passage of it; --hold's training text has it."""
+    import train
+    text = " ".join(t for _, t in gen.bible())
+    words = text.split(" ")
+    pairs, r = set(zip(words, words[1:])), random.Random(4)
+    made = [gen.spliced(r) for _ in range(20)]
+    assert made[0] == gen.spliced(random.Random(4)) and all(100 <= len(t.split(" ")) <= 600 for t in made)
+    assert all(p in pairs for t in made for p in zip(t.split(" "), t.split(" ")[1:]))
+    assert not any(t in text for t in made)
+    w, r = train.Writer(MODEL, 5, "letters", 1.0), random.Random(5)
+    ids, weights = w.document(1500, 0.1)
+    assert r.random() < 1 and ids == [1] + w.tok.text(gen.spliced(r)) + [2] and weights == [0] + [1] * (len(ids) - 1)
+
+
 # ---- scores ----
 
 ANSWERS = ["", "MOO", "it says moo.", "<think>moo</think> baa", "a</think>  woof\n", "ANSWER: b", "The answer : C and answer:d",
