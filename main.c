@@ -386,7 +386,7 @@ static const cli_option chat_options[] = {
 };
 
 static const char chat_help[] =
-    "/reset       forget the conversation\n"
+    "/reset       forget the conversation, at the end in the file of --session too\n"
     "/system TEXT set the system prompt and forget the conversation\n"
     "/stats       what the conversation holds and what the last turn cost\n"
     "/save [FILE] save the conversation now (default: the file of --session)\n"

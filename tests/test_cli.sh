@@ -812,7 +812,7 @@ t_session_hangup() { # the terminal is closed: the conversation is saved
     ok=$?
     ended $pid 129 || ok=1
     exec 4>&-
-    [ $ok -eq 0 ] && [ -s "$work/s" ] && chat '/stats\n' "-q --session $work/s" && says 'conversation: 22 of'
+    [ $ok -eq 0 ] && [ -s "$work/s" ] && chat '/stats\n' "-q --session $work/s" && says 'conversation: [12][0-9] of'
 }
 t_session_terminal() { # what loads and saves leaves no progress behind
     command -v script >/dev/null && chat 'What does the cow say?\n' "-q --session $work/s" || return 0
