@@ -58,7 +58,7 @@ set --
 for name in bf16 rtn qat plain; do
     say "tau of $name"
     ./sala bench -q -m "$model" --device "$device" --spec all --prompts "$work/bench.jsonl" --repeat 1 --json \
-        --draft "$work/$name/head" --spec-tree 7,2,15 --context 24K >"$work/$name.json" 2>>"$log" ||
+        --draft "$work/$name/head" --spec-tree 7,2,15 --max-context 24K >"$work/$name.json" 2>>"$log" ||
         { tail -n 3 "$log"; exit 1; }
     set -- "$@" "$name=$work/$name.json"
 done
