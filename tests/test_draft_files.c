@@ -688,6 +688,7 @@ static void synthetic(void) {
         sala_error err;
         o.synthetic = 1;
         o.weights = weights[i];
+        o.reuse = "off"; // snapshots would give way to the limit below
         sala *s = sala_open(TINY_CONFIG, &o, &err);
         CHECK(s, "%s: %s", weights[i], err.text);
         if (!s) continue;

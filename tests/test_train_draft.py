@@ -4,10 +4,12 @@ build/draft_lib.so, which is sala.h; they end with "N passed, N failed"."""
 import ctypes
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
 import traceback
+import types
 
 try:
     import numpy as np
@@ -474,9 +476,9 @@ def test_walk():
 
 
 def run_training(folder, data, *words):
-    td.main(["train", "--data", data, "--target", MODEL, "--out", folder, "--device", "cpu", "--length", "128",
-             "--rows", "2", "--every", "2", "--lr", "1e-3", "--ffn", "64", "--draft-vocab", "300", "--offset", "4000",
-             *words])
+    return td.main(["train", "--data", data, "--target", MODEL, "--out", folder, "--device", "cpu", "--length", "128",
+                    "--rows", "2", "--every", "2", "--lr", "1e-3", "--ffn", "64", "--draft-vocab", "300", "--offset", "4000",
+                    *words])
 
 
 class Stopped(Exception):
@@ -522,6 +524,53 @@ def test_resume(folder):
         raise AssertionError("not refused")
     except SystemExit as e:
         assert "is of a run with --lr 0.001" in str(e), e
+
+
+def test_interrupted(folder):
+    """SIGINT behind any step: a checkpoint, and then the head and the log of a run that was left alone."""
+    data, read, calls = folder + "-data", td.Feed.next, []
+    write_shard(data, 0, fake_samples(30, 5, 60))
+    words = ["--steps", "8", "--held", "0.1", "--every", "4"]
+    assert run_training(folder + "-whole", data, *words) == 0
+
+    def next_batch(feed):
+        calls.append(0)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return read(feed)
+    td.Feed.next = next_batch
+    try:
+        assert run_training(folder + "-twice", data, *words) == 130 and len(calls) == 3, len(calls)
+    finally:
+        td.Feed.next = read
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert run_training(folder + "-twice", data, *words) == 0
+    found = []
+    for f in (folder + "-whole", folder + "-twice"):
+        with open(os.path.join(f, "head/model.safetensors"), "rb") as head, open(f + "/train.csv", newline="") as t:
+            found.append((head.read(), [{n: x for n, x in r.items() if n != "seconds"} for r in td.csv.DictReader(t)]))
+    assert found[0][0] == found[1][0] and found[0][1] == found[1][1], found[1][1]
+
+
+def test_defaults():
+    """The batch of a small set; the steps that --minutes makes of a clock."""
+    for count, length, want in ((180, 100, (256, 4)), (20, 90, (256, 1)), (9000, 1500, (1536, 8)), (300, 9000, (2048, 8))):
+        args = types.SimpleNamespace(length=None, rows=None)
+        td.batch_size(types.SimpleNamespace(samples=[(0, 7, 7 + length)] * count), args)
+        assert (args.length, args.rows) == want, (count, args)
+    clock, now = td.time.time, [1000.0]
+    td.time.time = lambda: now[0]
+    try:
+        for first, each, steps in ((50, 10, 3), (1, 0.5, 11 + 108), (0.1, 0.1, 21 + 579)):  # of 60 seconds
+            args = types.SimpleNamespace(minutes=1, steps=2000, asked=2000)
+            patience, step = td.Patience(args, 0, 0.0), 0
+            while step < args.steps and step < 900:
+                now[0] += each if step else first
+                step += 1
+                patience.note(step, 0.5)
+            assert patience.told and abs(args.steps - steps) <= 1, (first, each, args.steps)
+    finally:
+        td.time.time = clock
 
 
 def test_engine_tau(folder):
