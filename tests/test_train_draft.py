@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
 """Tests of tools/train_draft.py and tools/draft_model.py: `make draft-test`. They need PyTorch (on the CPU) and
 build/draft_lib.so, which is sala.h; they end with "N passed, N failed"."""
+import contextlib
 import ctypes
+import io
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -449,6 +452,66 @@ def test_bad_data(folder):
         assert "features-00000" in str(e)
     else:
         raise AssertionError("a short file")
+    write_shard(folder, 0, good)
+    write_shard(folder, 1, good, layers="1,2,3")
+    refused("features-00001.*layers 1,2,3, but 1,3,4", td.Shards, folder)
+    os.remove(os.path.join(folder, "features-00001.safetensors"))
+    td.Shards(folder).check(folder, torch.zeros(V, H))
+    refused("of another model", td.Shards(folder).check, folder, torch.zeros(300, H))
+    refused("width 256, but the target's is 128", td.Shards(folder).check, folder, torch.zeros(V, 128))
+    path = os.path.join(folder, "x")
+    for text in (b"", b"\0" * 8, b"[1, 2]", b'{"a": 5}', b'{"a": {}}',
+                 b'{"a": {"dtype": "U8", "shape": [9], "data_offsets": [0]}}',
+                 b'{"a": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}', b"{", b"\xff",
+                 b'{"a": {"dtype": "I32", "shape": [1], "data_offsets": [-4, 0]}}'):
+        with open(path, "wb") as f:
+            f.write(len(text).to_bytes(8, "little") + text if text else text)
+        refused(path + ": ", dm.read_safetensors, path)
+
+
+def refused(words, call, *args):
+    """The call ends with a sentence in which `words` (a regular expression) are found."""
+    try:
+        call(*args)
+    except (SystemExit, ValueError) as e:
+        assert re.search(words, str(e)), (words, str(e))
+    else:
+        raise AssertionError(f"not refused: {words}")
+
+
+def test_arguments(folder):
+    """What cannot be is refused before anything is read, a sentence for each; so is what would not be the same run."""
+    data = folder + "-data"
+    write_shard(data, 0, fake_samples(10, 5, 40))
+    for words in (["--every", "0"], ["--held", "0"], ["--held", "nan"], ["--length", "8"], ["--rows", "0"],
+                  ["--steps", "0"], ["--lr", "nan"], ["--lr", "1e30"], ["--draft-vocab", "-1"], ["--ffn", "x"], ["--offset", "-5"],
+                  ["--minutes", "-1"], ["--seed", "-1"], ["--device", "nope"]):
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            refused("^2$", run_training, folder, data, *words)
+        assert words[0] in said.getvalue(), said.getvalue()
+    words = ["--steps", "2", "--held", "0.1"]
+    refused("multiples of 16", run_training, folder, data, *words, "--ffn", "8")
+    run_training(folder, data, *words)
+    for name, value, was in (("ffn", "32", "64"), ("draft-vocab", "250", "300"), ("precision", "bf16", "fp32")):
+        refused(f"is of a run with --{name} {was}: ", run_training, folder, data, *words, "--" + name, value)
+    write_shard(data, 0, fake_samples(10, 6, 40))
+    refused("is of a run with data of 10 samples, ", run_training, folder, data, *words)
+    refused("vocab_size is missing", td.target_config, data_of(folder, "config.json", b"{}"))
+    dm.write_safetensors(os.path.join(folder, "checkpoint.safetensors"), {})
+    refused("is no checkpoint of this program", run_training, folder, data, *words)
+    isfinite = torch.isfinite
+    try:
+        torch.isfinite = lambda x: isfinite(x) & False
+        refused("step 2: the weights are no numbers", run_training, folder + "-nan", data, *words)
+    finally:
+        torch.isfinite = isfinite
+    assert not os.path.exists(folder + "-nan/checkpoint.safetensors")
+
+
+def data_of(folder, name, data):
+    with open(os.path.join(folder, name), "wb") as f:
+        f.write(data)
+    return folder
 
 
 def test_walk():

@@ -21,19 +21,23 @@ KINDS = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "I32": np.int3
 
 def read_safetensors(path):
     """-> {name: (dtype, array)}, {metadata}; the arrays are views of the mapped file."""
-    raw = np.memmap(path, np.uint8, "r")
+    raw = np.memmap(path, np.uint8, "r") if os.path.getsize(path) >= 8 else np.zeros(8, np.uint8)
     size = int.from_bytes(raw[:8].tobytes(), "little")
-    if size > len(raw) - 8:
+    if not 0 < size <= len(raw) - 8:
         raise ValueError(f"{path}: not a safetensors file")
-    head, out = json.loads(raw[8:8 + size].tobytes()), {}
-    meta = head.pop("__metadata__", {})
-    for name, t in head.items():
-        if t["dtype"] not in KINDS:
-            raise ValueError(f"{path}: tensor {name} has dtype {t['dtype']}, which is not read here")
-        begin, end = (8 + size + x for x in t["data_offsets"])
-        if end > len(raw):
-            raise ValueError(f"{path}: tensor {name} ends beyond the file")
-        out[name] = t["dtype"], raw[begin:end].view(KINDS[t["dtype"]]).reshape(t["shape"])
+    out = {}
+    try:
+        head = json.loads(raw[8:8 + size].tobytes())
+        meta = head.pop("__metadata__", {})
+        for name, t in head.items():
+            begin, end = (8 + size + x for x in t["data_offsets"])
+            if t["dtype"] not in KINDS:
+                raise ValueError(f"tensor {name} has dtype {t['dtype']}, which is not read here")
+            if not 8 + size <= begin <= end <= len(raw):
+                raise ValueError(f"tensor {name} ends beyond the file")
+            out[name] = t["dtype"], raw[begin:end].view(KINDS[t["dtype"]]).reshape(t["shape"])
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        raise ValueError(f"{path}: damaged, or not a safetensors file: {e}") from e
     return out, meta
 
 
