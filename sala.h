@@ -9439,6 +9439,8 @@ typedef struct sala__policy {
     int64_t step, retry_from;   // verifies; level 0 is left for a new trial from this one on
     int32_t retry;              // steps from one such trial to the next
     int32_t told;               // that trees were left
+    double price, credit;       // plain steps: of the last trees (0: unknown); that trees may lose
+    int32_t drawn;              // trees of that step
     double yield[SALA__LEVELS]; // tokens of a verify, per sequence
     int32_t tried[SALA__LEVELS], given[SALA__LEVELS]; // trees since the trial began, their tokens
     sala__least draft[SALA__LEVELS];                  // seconds of making all trees of a step
@@ -11505,6 +11507,7 @@ static void sala__test_tree(const sala *s, sala__request *r, const sala__shape *
 // Many sequences get small trees: with four bits the rows beyond 16 of a pass cost as much as the first 16.
 static const sala__shape sala__shapes[SALA__LEVELS] = {{0, 1, 1}, {3, 1, 4}, {7, 2, 15}};
 static const double sala__hopes[SALA__LEVELS] = {1, 2.2, 3}; // tokens of a verify, unseen
+static const double sala__credit[2] = {8, 32};               // of a trial; the most that trees earn
 static const int sala__cost_rows[SALA__COSTS] = {1,  2,  3,  4,  6,  8,   12,  16,
                                                  24, 32, 48, 64, 96, 128, 192, 256};
 
@@ -11564,21 +11567,29 @@ static void sala__load_level(sala__policy *p, int sequences) {
     p->cap_calm = 0;
 }
 
-// How much faster than plain decoding a level is, by what was measured; 0: not known yet.
-static double sala__gain(const sala__policy *p, int level, int sequences) {
+// Plain steps that a step with trees takes, by what was measured; 0: not known yet.
+static double sala__price(const sala__policy *p, int level, int sequences) {
     const sala__least *draft = &p->draft[level];
     if (!sala__least_known(draft)) draft = &p->draft[SALA__LEVELS - level]; // the other one
     if (!sala__least_known(draft)) return 0;
     double step = sala__cost(p, sequences * p->shape[level].nodes) + sala__least_value(draft);
-    double yield = p->yield[level]; // a larger tree of this head gives no less
-    if (p->level && p->level < level) yield = fmax(yield, p->yield[p->level]);
-    return step > 0 ? yield * sala__cost(p, sequences) / step : 0;
+    double plain = sala__cost(p, sequences);
+    return plain > 0 ? step / plain : 0;
 }
 
-// Have the 16 trees of a trial shown that they bring nothing?
+// How much faster than plain decoding a level is; 0: not known yet.
+static double sala__gain(const sala__policy *p, int level, int sequences) {
+    double price = sala__price(p, level, sequences);
+    double yield = p->yield[level]; // a larger tree of this head gives no less
+    if (p->level && p->level < level) yield = fmax(yield, p->yield[p->level]);
+    return price > 0 ? yield / price : 0;
+}
+
+// Have trees lost more time than a trial may, or 16 of them shown that they bring nothing?
 static int sala__level_failed(const sala__policy *p) {
     int tried = p->tried[p->level];
-    return p->level && tried >= 16 && tried < 32 && p->given[p->level] < 1.3 * tried;
+    if (!p->level) return 0;
+    return p->credit < 0 || (tried >= 16 && tried < 32 && p->given[p->level] < 1.3 * tried);
 }
 
 // The level of this step: what the load allows and measurements do not speak against for 16 steps.
@@ -11590,6 +11601,7 @@ static void sala__choose_level(sala__policy *p, int sequences) {
         memcpy(p->yield, sala__hopes, sizeof p->yield);
         memset(p->tried, 0, sizeof p->tried);
         memset(p->given, 0, sizeof p->given);
+        p->credit = sala__credit[0];
         p->retry_from = p->step + p->retry;
     }
     int best = p->cap, failed = sala__level_failed(p);
@@ -11624,6 +11636,8 @@ static void sala__plan_review(sala__policy *p, sala__request *r) {
     if (c->source != SALA_DRAFT_NGRAM && c->aligned) c->aligned += given;
     if (c->source == SALA_DRAFT_EAGLE) {
         p->given[c->level] += given;
+        if (p->price > 0)
+            p->credit = fmin(p->credit + (given - p->price) / p->drawn, sala__credit[1]);
         if (++p->tried[c->level] == 16) p->yield[c->level] = p->given[c->level] / 16.0;
         if (p->tried[c->level] == 128) p->tried[c->level] /= 2, p->given[c->level] /= 2;
         if (p->tried[c->level] > 16) p->yield[c->level] += (given - p->yield[c->level]) / 64;
@@ -11735,6 +11749,8 @@ static int sala__plan_heads(sala *s, sala__request **active, int count, int spar
         which[i]->spec.level = p->level;
     }
     sala__least_add(&p->draft[p->level], sala__now() - began);
+    p->price = sala__price(p, p->level, count);
+    p->drawn = n;
     return code;
 }
 
@@ -11796,6 +11812,7 @@ static int sala__spec_open(sala *s, sala_error *err) {
     }
     memcpy(p->shape, sala__shapes, sizeof p->shape);
     memcpy(p->yield, sala__hopes, sizeof p->yield);
+    p->credit = sala__credit[0];
     p->fixed = shape != NULL && sala__shape_read(shape, &p->shape[1]) == 0;
     if (p->fixed) p->shape[2] = p->shape[1];
     p->cap = p->level = SALA__LEVELS - 1;

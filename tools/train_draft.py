@@ -502,12 +502,13 @@ class Patience:
 
     def note(self, step, loss):
         """After a step. The first one is slow (compilers, caches), so the rest is judged by those behind it: a tenth of
-        the time long, or by 20 of them."""
+        the time long, or 20 of them and a twentieth of the time."""
         now = time.time()
         if self.mark is None:
             self.mark = (step, now)
         steps, seconds, left = step - self.mark[0], now - self.mark[1], self.args.minutes * 60 - (now - self.began)
-        if not self.told and steps and (steps >= 20 or now - self.began >= 6 * self.args.minutes):
+        spent = (now - self.began) / (60 * self.args.minutes or 1)
+        if not self.told and steps and spent >= (0.05 if steps >= 20 else 0.1):
             self.args.steps = step + max(1, int(steps * left / seconds))
             self.told = True
         if now - self.said >= 5:
@@ -604,9 +605,9 @@ def train(args):
             total, seen = total + sums, seen + int((batch["segment"] > 0).sum())
             clock.note(step, loss.item())
             due = step % args.every == 0 or step == args.steps
+            if due and not all(torch.isfinite(w).all() for w in head.master.values()):
+                sys.exit(f"step {step}: the weights are no numbers any more: lower --lr ({args.lr}) and begin anew")
             if due:
-                if not all(torch.isfinite(w).all() for w in head.master.values()):
-                    sys.exit(f"step {step}: the weights are no numbers any more: lower --lr ({args.lr}) and begin anew")
                 if step % (10 * args.every) == 0 or step == args.steps:
                     report("held", loss.item(), shares, examine(head, matrix, data, tests, args))
                 report("train", loss.item(), shares, figures(total))
