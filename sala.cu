@@ -795,13 +795,10 @@ SALA_DEVICE void sala_gemm_dequant_tile(int layout, const uint4 *word, uint2 sca
     }
 }
 
-// One stage of a warp: 32 weight rows, `wide` (a constant) times 8 rows of x.
-SALA_DEVICE void sala_gemm_stage_of(int layout, int wide, int, int thread, int slot,
-                                    float sum[SALA_WIDEST][2][4]) {
-    int lane = thread & 31, row = lane >> 2;
-    const unsigned char *ring = sala_gemm_ring(wide, thread) + slot;
-    const unsigned char *w = ring + (thread % sala_gemm_team(wide) >> 5) * SALA_WEIGHTS;
-    const unsigned char *x = ring + sala_gemm_x(wide) + row * 128;
+// One stage of a warp: 32 weight rows, `wide` (a constant) times 8 rows of x, at `x` the lane's.
+SALA_DEVICE void sala_gemm_multiply(int layout, int wide, int lane, const unsigned char *w,
+                                    const unsigned char *x, float sum[SALA_WIDEST][2][4]) {
+    int row = lane >> 2;
     uint4 word[2];
     uint2 scale[2] = {};
 #pragma unroll
@@ -832,6 +829,14 @@ SALA_DEVICE void sala_gemm_stage_of(int layout, int wide, int, int thread, int s
             }
         }
     }
+}
+
+SALA_DEVICE void sala_gemm_stage_of(int layout, int wide, int, int thread, int slot,
+                                    float sum[SALA_WIDEST][2][4]) {
+    const unsigned char *ring = sala_gemm_ring(wide, thread) + slot;
+    const unsigned char *w = ring + (thread % sala_gemm_team(wide) >> 5) * SALA_WEIGHTS;
+    int lane = thread & 31;
+    sala_gemm_multiply(layout, wide, lane, w, ring + sala_gemm_x(wide) + (lane >> 2) * 128, sum);
 }
 #endif
 
@@ -1501,6 +1506,264 @@ extern "C" __global__ void __launch_bounds__(SALA_GEMM4_THREADS, 1)
         sala_broad_run(&a, 6);
     if (a.kind == SALA_PRODUCT_NORM) sala_gemm_finish(&a);
 }
+
+#if SALA_HAS(4)
+// NVFP4 and one or two rows of x: the time goes from the end of one product to the beginning of the next.
+// So nobody waits while one block makes a norm: a product with a norm (whole) has items of 32 rows and all
+// of k, a warp for each quarter of each split, and adds its rows to x; every block that reads the norm makes
+// it (due). And a block of the next product fits beside one of this, 64 registers a thread, and has its
+// first weights when x comes. A warp has a ring of its own and waits for nobody.
+enum {
+    SALA_ROW_STAGES = 4,
+    SALA_ROW_RING = SALA_ROW_STAGES * SALA_WEIGHTS, // of a warp
+    SALA_ROW_XS = 16 * SALA_ROW_RING, // x: two rows with a norm, or a warp's 256 bytes a stage
+    SALA_ROW_X = SALA_ROW_STAGES * 256,
+    SALA_ROW_RESULT =
+        SALA_ROW_XS + 4 * SALA_ROW_K, // twice: 4 quarters x 2 rows x 128, alphas, old x
+    SALA_ROW_FLOATS = 1024 + 128 + 32
+};
+
+// The copies of a lane: where the next four stages come from, and how many the item still has.
+typedef struct sala_row_feed {
+    const unsigned char *w, *x;
+    int scales, stride; // bytes from codes to scales; from a stage to the next
+    int item, left;
+} sala_row_feed;
+
+SALA_DEVICE void sala_row_find(const sala_product_args *a, bool whole, sala_row_feed *feed) {
+    int warp = (int)threadIdx.x >> 5, lane = (int)threadIdx.x & 31, half = warp & 1, weight = 0;
+    int share = (a->depth + 3) / 4, from = (warp >> 2) * share, tile = feed->item;
+    feed->left = tile < a->items ? max(min(share, a->depth - from), 0) : 0;
+    if (feed->left == 0) return;
+#pragma unroll 1
+    while (tile >= a->tiles[weight]) tile -= a->tiles[weight++];
+    const sala_weight *w = &a->gemm.w[weight];
+    int tiles = ((a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1) * w->n + 63) >> 6;
+    if (whole)
+        from += (warp & 3) * a->depth, half = tile & 1, tile >>= 1;
+    else
+        tile = min(tile * 2 + (warp >> 1 & 1), tiles - 1); // the last one may be alone
+    feed->stride = tiles * SALA_BLOCK4;
+    feed->scales = 2048 - half * (1024 - 128) - lane * 12;
+    feed->w = (const unsigned char *)w->data + ((int64_t)from * tiles + tile) * SALA_BLOCK4 +
+              half * 1024 + lane * 16;
+    feed->x = (const unsigned char *)a->gemm.x + ((lane >> 3 & 1) * w->k + from * 64) * 2 +
+              (lane & 7) * 16;
+}
+
+// Stage i of the next four, to slot i of the ring.
+SALA_DEVICE void sala_row_copy(const sala_row_feed *feed, int i) {
+    int lane = (int)threadIdx.x & 31;
+    unsigned char *to = sala_shared() + (threadIdx.x >> 5) * SALA_ROW_RING + i * SALA_WEIGHTS;
+    const unsigned char *from = feed->w + (int64_t)i * feed->stride;
+    if (i >= feed->left) return;
+    sala_copy16(to + lane * 16, from);
+    sala_copy16(to + lane * 16 + 512, from + 512);
+    sala_copy4_or_zero(to + lane * 4 + 1024, from + feed->scales, true);
+}
+
+SALA_DEVICE void sala_row_copy_x(const sala_product_args *a, const sala_row_feed *feed, int i) {
+    int row = (int)threadIdx.x >> 3 & 3, unit = ((int)threadIdx.x & 7) ^ (row & 1) * 4;
+    unsigned char *to = sala_shared() + SALA_ROW_XS + (threadIdx.x >> 5) * SALA_ROW_X + i * 256;
+    if (i < feed->left && row < a->gemm.rows)
+        sala_copy16(to + row * 128 + unit * 16, feed->x + i * 128);
+}
+
+// Turn to the next four; an item may end with fewer.
+SALA_DEVICE void sala_row_next(const sala_product_args *a, bool whole, sala_row_feed *feed) {
+    if (feed->left == 0) return;
+    feed->w += (int64_t)SALA_ROW_STAGES * feed->stride, feed->x += SALA_ROW_STAGES * 128;
+    feed->left -= SALA_ROW_STAGES;
+    if (feed->left > 0) return;
+    feed->item += (int)gridDim.x;
+    sala_row_find(a, whole, feed);
+}
+
+// x normed into shared memory, with the sums of sala_norm_row; `by`: this thread's weights.
+SALA_DEVICE void sala_row_norm(const sala_norm_args *a, int rows, uint4 by, float *partial) {
+    int width = a->width, t = (int)threadIdx.x, step = 4 * SALA_NORM_THREADS;
+    for (int r = 0; r < rows; r++) {
+        const sala_act *x = a->x + (int64_t)r * width;
+        unsigned char *to = sala_shared() + SALA_ROW_XS + r * SALA_ROW_K * 2;
+        uint4 v = {};
+        uint2 all[SALA_ROW_K / (4 * SALA_NORM_THREADS)] = {};
+        float sum = 0;
+        if (t * 8 < width) v = *(const uint4 *)(x + t * 8);
+#pragma unroll
+        for (int u = 0; u * step < SALA_ROW_K; u++)
+            if (t < SALA_NORM_THREADS && u * step + t * 4 < width)
+                all[u] = *(const uint2 *)(x + u * step + t * 4);
+#pragma unroll
+        for (int u = 0; u * step < SALA_ROW_K; u++) {
+            sum = fmaf(sala_low(all[u].x), sala_low(all[u].x), sum);
+            sum = fmaf(sala_high(all[u].x), sala_high(all[u].x), sum);
+            sum = fmaf(sala_low(all[u].y), sala_low(all[u].y), sum);
+            sum = fmaf(sala_high(all[u].y), sala_high(all[u].y), sum);
+        }
+        float inverse = 1.0f / sqrtf(sala_block_sum(sum, partial) / (float)width + a->eps);
+        v = make_uint4(sala_normed2(v.x, inverse, by.x), sala_normed2(v.y, inverse, by.y),
+                       sala_normed2(v.z, inverse, by.z), sala_normed2(v.w, inverse, by.w));
+        if (t * 8 < width) *(uint4 *)(to + (t ^ (r & 1) * 4) * 16) = v; // see sala_gemm_copy_x
+    }
+    __syncthreads();
+}
+
+// Four columns of row r: the sum of the quarters in the order of the other kernels, times alpha.
+SALA_DEVICE float4 sala_row_value(const float *result, int r, int column) {
+    const float *from = result + r * 128 + column;
+    float4 alpha = *(const float4 *)(result + 1024 + column), t[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) t[i] = *(const float4 *)(from + i * 256);
+    return make_float4(((t[0].x + t[2].x) + (t[1].x + t[3].x)) * 256 * alpha.x,
+                       ((t[0].y + t[2].y) + (t[1].y + t[3].y)) * 256 * alpha.y,
+                       ((t[0].z + t[2].z) + (t[1].z + t[3].z)) * 256 * alpha.z,
+                       ((t[0].w + t[2].w) + (t[1].w + t[3].w)) * 256 * alpha.w);
+}
+
+// 128 rows of weights, or 64 of gate and of up.
+SALA_DEVICE void sala_row_put(const sala_product_args *a, int item, const float *result) {
+    int pair = a->kind == SALA_PRODUCT_SWIGLU, weight = 0;
+    int r = (int)threadIdx.x >> (5 - pair), c = ((int)threadIdx.x & (31 >> pair)) * 4;
+    if (r >= a->gemm.rows) return;
+#pragma unroll 1
+    while (item >= a->tiles[weight]) item -= a->tiles[weight++];
+    int n = a->gemm.w[weight].n, column = item * (128 >> pair) + c;
+    if (column >= n) return;
+    if (pair) c = (c >> 3) * 16 + (c & 7);
+    float4 v = sala_row_value(result, r, c);
+    if (pair) {
+        float4 up = sala_row_value(result, r, c + 8);
+        v.x = sala_swiglu(v.x, up.x), v.y = sala_swiglu(v.y, up.y);
+        v.z = sala_swiglu(v.z, up.z), v.w = sala_swiglu(v.w, up.w);
+    }
+    *(uint2 *)(a->gemm.y[weight] + (int64_t)r * n + column) =
+        make_uint2(sala_pair(v.x, v.y), sala_pair(v.z, v.w));
+}
+
+// 32 rows of weights: the sum of the splits is added to x.
+SALA_DEVICE void sala_row_put_whole(const sala_product_args *a, int item, const float *result) {
+    int r = (int)threadIdx.x >> 3, c = ((int)threadIdx.x & 7) * 4;
+    if (r >= a->gemm.rows) return;
+    uint2 old = *(const uint2 *)((const sala_act *)(result + 1024 + 128) + r * 32 + c);
+    const float x[4] = {sala_low(old.x), sala_high(old.x), sala_low(old.y), sala_high(old.y)};
+    float v[4] = {};
+    for (int split = 0; split < 4; split++) {
+        float4 u = sala_row_value(result, r, split * 32 + c);
+        v[0] += u.x, v[1] += u.y, v[2] += u.z, v[3] += u.w;
+    }
+    for (int i = 0; i < 4; i++)
+        v[i] = sala_round(x[i] + sala_round(sala_round(v[i]) * a->norm.scale));
+    *(uint2 *)(a->norm.x + (int64_t)r * a->norm.width + item * 32 + c) =
+        make_uint2(sala_pair(v[0], v[1]), sala_pair(v[2], v[3]));
+}
+
+// What an item's end needs comes in the background too: alphas,
+SALA_DEVICE void sala_row_copy_alphas(const sala_product_args *a, bool whole, int item,
+                                      float *result) {
+    int t = (int)threadIdx.x, weight = 0;
+    if (item >= a->items || t >= 128) return;
+#pragma unroll 1
+    while (item >= a->tiles[weight]) item -= a->tiles[weight++];
+    const sala_weight *w = &a->gemm.w[weight];
+    int row = whole ? item * 32 + (t & 31) : item * 128 + t;
+    int n = (a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1) * w->n;
+    sala_copy4_or_zero(result + 1024 + t, w->alpha + min(row, n - 1), true);
+}
+
+// and the 64 bytes of each row of x that are added to.
+SALA_DEVICE void sala_row_copy_old(const sala_product_args *a, int item, float *result) {
+    int t = (int)threadIdx.x;
+    if (t < a->gemm.rows * 4)
+        sala_copy16(result + 1024 + 128 + t * 4,
+                    a->norm.x + (int64_t)(t >> 2) * a->norm.width + item * 32 + (t & 3) * 8);
+}
+
+// The stages of an item. `at`: where the lane's row of x begins, `turn` bytes a stage.
+SALA_DEVICE void sala_row_multiply(const sala_product_args *a, bool whole, int stages,
+                                   const unsigned char *at, sala_row_feed *feed,
+                                   float sum[SALA_WIDEST][2][4]) {
+    const unsigned char *w = sala_shared() + (threadIdx.x >> 5) * SALA_ROW_RING;
+    const int lane = (int)threadIdx.x & 31, turn = whole ? 256 : 128;
+#pragma unroll 1
+    for (; stages > 0; stages -= SALA_ROW_STAGES) {
+#pragma unroll
+        for (int i = 0; i < SALA_ROW_STAGES; i++) {
+            SALA_COPY_WAIT(SALA_ROW_STAGES - 1);
+            __syncwarp();
+            if (i < stages)
+                sala_gemm_multiply(0, 1, lane, w + i * SALA_WEIGHTS, at + i * turn, sum);
+            __syncwarp();
+            sala_row_copy(feed, i);
+            if (whole) sala_row_copy_x(a, feed, i);
+            sala_copy_commit();
+        }
+        sala_row_next(a, whole, feed);
+        if (!whole) at += SALA_ROW_STAGES * turn;
+    }
+}
+
+// All items. `whole` is a constant.
+SALA_DEVICE void sala_row_run(const sala_product_args *a, bool whole) {
+    const int t = (int)threadIdx.x, warp = t >> 5, lane = t & 31, share = (a->depth + 3) / 4;
+    const int from = min((warp >> 2) * share, a->depth), stages = min(share, a->depth - from);
+    unsigned char *xs = sala_shared() + SALA_ROW_XS;
+    float *result = (float *)(sala_shared() + SALA_ROW_RESULT);
+    int other = SALA_ROW_FLOATS; // to the other of two results
+    sala_row_feed feed = {};
+    uint4 by = {};
+    feed.item = (int)blockIdx.x;
+    sala_row_find(a, whole, &feed);
+    sala_row_copy_alphas(a, whole, (int)blockIdx.x, result);
+#pragma unroll
+    for (int i = 0; i < SALA_ROW_STAGES; i++) {
+        sala_row_copy(&feed, i);
+        sala_copy_commit();
+    }
+    if (!whole && t * 8 < a->norm.width) by = ((const uint4 *)a->norm.weight.data)[t];
+    sala_wait_grid();
+    if (!whole) sala_row_norm(&a->norm, a->gemm.rows, by, result);
+#pragma unroll
+    for (int i = 0; whole && i < SALA_ROW_STAGES; i++) {
+        sala_row_copy_x(a, &feed, i);
+        sala_copy_commit();
+    }
+    sala_row_next(a, whole, &feed);
+    xs += whole ? warp * SALA_ROW_X : from * 128;
+    xs += (lane >> 2 & 1) * (whole ? 128 : SALA_ROW_K * 2);
+#pragma unroll 1
+    for (int item = (int)blockIdx.x; item < a->items; item += (int)gridDim.x) {
+        float sum[SALA_WIDEST][2][4] = {};
+        if (whole) sala_row_copy_old(a, item, result);
+        if (item != (int)blockIdx.x) sala_row_copy_alphas(a, whole, item, result);
+        sala_row_multiply(a, whole, stages, xs, &feed, sum);
+#pragma unroll
+        for (int i = 0; i < 8; i++) { // lanes that have rows 0 and 1 of x
+            int column = (warp & 3) * 32 + (lane >> 2) + i / 4 * 16 + (i & 2) * 4;
+            float *to = result + (warp >> 2) * 256 + (i & 1) * 128 + column;
+            if ((lane & 3) == 0) *to = sum[0][i / 4][i & 3];
+        }
+        if (stages <= SALA_ROW_STAGES) SALA_COPY_WAIT(0); // alphas and old x may be on their way
+        __syncthreads();
+        if (whole)
+            sala_row_put_whole(a, item, result);
+        else
+            sala_row_put(a, item, result);
+        result += other, other = -other;
+    }
+}
+
+// Products as above, PLAIN and SWIGLU with a norm in front, NORM without its norm. Grid: min(items,
+// multiprocessors); whole: multiprocessors, so that the next product's blocks find no empty one where they
+// would settle in pairs. Reads weights once, x in every block. Twins: as above.
+extern "C" __global__ void __launch_bounds__(SALA_GEMM4_NARROW, 2)
+    sala_gemm_nvfp4_row(const __grid_constant__ sala_product_args a) {
+    sala_launch_next();
+    if (a.whole)
+        sala_row_run(&a, true);
+    else
+        sala_row_run(&a, false);
+}
+#endif
 #endif
 
 #endif

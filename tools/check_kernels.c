@@ -36,6 +36,7 @@ static long dynamic_shared(const char *kernel, const sala_dims *m) {
                  {"sala_gemm_nvfp4", SALA_GEMM4_SHARED},
                  {"sala_gemm_nvfp4_wide", SALA_GEMM4_SHARED},
                  {"sala_gemm_nvfp4_broad", SALA_GEMM4_SHARED},
+                 {"sala_gemm_nvfp4_row", SALA_GEMM4_SHARED},
                  {"sala_gemm_int4", SALA_GEMM4_SHARED},
                  {"sala_gemm_int4_wide", SALA_GEMM4_SHARED},
                  {"sala_gemm_int4_broad", SALA_GEMM4_SHARED},
