@@ -23,12 +23,14 @@
             ask.text = "Once upon a time there was a brave fox named Pip.";
             ask.max_tokens = 64;
             if (sala_submit(s, &ask, &err) < 0) return fprintf(stderr, "%s\n", err.text), 1;
-            while (sala_step(s, &err) > 0) {
+            int more;
+            while ((more = sala_step(s, &err)) > 0) {
                 sala_event ev;
                 while (sala_next_event(s, &ev)) fwrite(ev.text, 1, ev.text_bytes, stdout);
             }
             sala_close(s);
-            return 0;
+            printf("\n");
+            return more < 0 ? fprintf(stderr, "%s\n", err.text), 1 : 0;
         }
 
     LIMITS
@@ -128,8 +130,8 @@ typedef struct sala_hooks {
 } sala_hooks;
 
 typedef struct sala_options {
-    const char *device; // "auto" (default: a GPU if one can be used, else the log says why not),
-                        // "cpu", "cuda" or "cuda:N"
+    const char *device; // "auto" (default: a GPU if one can be used, else the log says why not,
+                        // if a driver is there), "cpu", "cuda" or "cuda:N"
     int threads;        // CPU threads; default: the processors this process may use
     int max_sequences;  // sequences resident at once, 1..256; default 8
     int64_t context;    // longest sequence in tokens; default 32768
@@ -158,9 +160,9 @@ typedef struct sala_options {
     // was prefilled before began with the same tokens; the bits are those of computing it), "off", or
     // "history": also, a prompt that begins with all tokens of an idle kept sequence, the chosen ones
     // too, takes that sequence over, as if it had named it. That is exact as a continuation: decoded
-    // tokens have other bits than prefilled ones.
+    // tokens have other bits than prefilled ones. Not asked for, it is off where no snapshot fits.
     const char *reuse;
-    int64_t reuse_memory; // bytes of snapshots of lightning states for it; default: 16 snapshots
+    int64_t reuse_memory; // bytes of snapshots of lightning states; default: up to 16, as fit
     // Speculation. It never changes the output, only the time that it takes.
     const char *spec;      // "auto" (default: what is there and pays), "off", "ngram", "eagle"
     const char *draft;     // folder of an EAGLE-3 head (synthetic: its config.json); NULL: none
@@ -234,7 +236,8 @@ typedef struct sala_request {
     const char *text;
     size_t text_bytes; // 0: up to the terminating zero
     // Continue a sequence that an earlier request kept: its id from the finish event. The new
-    // tokens follow the last chosen one. 0: a new sequence.
+    // tokens follow the last chosen one. 0: a new sequence. Without a prompt the text goes on where it
+    // was, with the space that belongs there.
     int64_t sequence;
     int keep; // 1: the sequence stays resident after the request; continue or sala_release it
 
@@ -295,6 +298,11 @@ SALA_API int sala_cancel(sala *engine, int64_t request,
                          sala_error *error); // its finish event follows
 SALA_API int sala_release(sala *engine, int64_t sequence,
                           sala_error *error); // give up a kept sequence
+
+// The tokens of a kept sequence, the one chosen last included: *tokens is valid until the next call of
+// sala_step, sala_load or sala_release. Returns how many, or a negative error.
+SALA_API int64_t sala_history(sala *engine, int64_t sequence, const int32_t **tokens,
+                              sala_error *error);
 
 // ---- sessions ----
 
@@ -7943,12 +7951,21 @@ static int sala__parse_device(const char *text, int *kind, int *ordinal, sala_er
     return 0;
 }
 
+// Is there a driver, or was one named? Where there is none, hardly anybody wants to read why no GPU is used.
+static int sala__cuda_is_likely(void) {
+    if (sala__cuda_setting("SALA_CUDA")) return 1;
+    void *driver = dlopen("libcuda.so.1", SALA__CUDA_DLOPEN);
+    if (driver) dlclose(driver);
+    return driver != NULL;
+}
+
 // Open the device that an option names. Returns 1 for a GPU (in *c), 0 for the CPU, or an error.
 static int sala__cuda_select(const sala__env *env, const char *text, sala__cuda *c,
                              sala_error *err) {
     int kind, ordinal;
     int code = sala__parse_device(text, &kind, &ordinal, err);
     if (code < 0 || kind == SALA__DEVICE_CPU) return code;
+    if (kind == SALA__DEVICE_AUTO && !sala__cuda_is_likely()) return 0;
     sala_error reason;
     code = sala__cuda_open(env, ordinal, c, &reason);
     if (code == 0) return 1;
@@ -9422,6 +9439,8 @@ typedef struct sala__policy {
     int64_t step, retry_from;   // verifies; level 0 is left for a new trial from this one on
     int32_t retry;              // steps from one such trial to the next
     int32_t told;               // that trees were left
+    double price, credit;       // plain steps: of the last trees (0: unknown); that trees may lose
+    int32_t drawn;              // trees of that step
     double yield[SALA__LEVELS]; // tokens of a verify, per sequence
     int32_t tried[SALA__LEVELS], given[SALA__LEVELS]; // trees since the trial began, their tokens
     sala__least draft[SALA__LEVELS];                  // seconds of making all trees of a step
@@ -9511,6 +9530,7 @@ struct sala {
     sala__tokenizer tokenizer;
     int has_tokenizer, sparse_layers, lightning_layers;
     sala__plan plan;
+    int32_t default_snapshots; // of prefixes: what fits, up to 16
     sala__cpu cpu;
     int cpu_open;
     sala__gpu gpu;
@@ -9925,7 +9945,7 @@ static int32_t sala__plan_snapshots(const sala *s) {
     int64_t each = (int64_t)s->plan.state * 4 * s->lightning_layers,
             memory = s->options.reuse_memory;
     if (sala__reuse_is(s, "off")) return 0;
-    if (!memory || !each) return 16;
+    if (!memory || !each) return s->default_snapshots;
     return (int32_t)(memory / each < 4096 ? memory / each : 4096);
 }
 
@@ -10057,9 +10077,17 @@ static int sala__make_plan(sala *s, sala_error *err) {
     p->limit = o->memory_limit ? o->memory_limit : s->on_gpu ? s->gpu_free : sala__free_memory();
     int code = sala__choose_prefill(s, err);
     if (code < 0) return code;
+    s->default_snapshots = 16;
     int64_t total = sala__measure(s);
+    if (total > p->limit && p->reuse_bytes && !o->reuse_memory) { // they give way
+        int64_t each = p->reuse_bytes / p->snapshots, excess = (total - p->limit + each - 1) / each;
+        s->default_snapshots = excess < 16 ? 16 - (int32_t)excess : 0;
+        if (o->reuse && !s->default_snapshots) s->default_snapshots = 1;
+        total = sala__measure(s);
+        if (!p->snapshots && total <= p->limit) s->options.reuse = "off";
+    }
     if (total < 0) return sala__fail(err, SALA_E_MEMORY, "the plan takes more than 1000 TB");
-    if (!p->snapshots && !sala__reuse_is(s, "off"))
+    if (!p->snapshots && o->reuse_memory && !sala__reuse_is(s, "off"))
         return sala__fail(
             err, SALA_E_ARGUMENT,
             "reuse-memory (%lld) holds no snapshot of the lightning states, which are "
@@ -10069,13 +10097,13 @@ static int sala__make_plan(sala *s, sala_error *err) {
     return sala__fail(
         err, SALA_E_MEMORY,
         "the plan takes %.1f MiB (weights %.1f, draft head %.1f + %.1f, K/V %.1f, states "
-        "%.1f, pending paths %.1f, prefixes %.1f, unpacking %.1f, scratch %.1f) but %.1f MiB are "
+        "%.1f, pending paths %.1f, prefixes %.1f, unpacking %.1f, scratch %.1f) but %.*f MiB are "
         "%s%s: lower context (%lld), kv-tokens (%lld), max-sequences (%d), chunk (%d) or "
         "reuse-memory",
         (double)total * mib, (double)p->weight_bytes * mib, (double)p->draft_weight_bytes * mib,
         (double)s->draft.kv_bytes * mib, (double)p->kv_bytes * mib, (double)p->state_bytes * mib,
         (double)p->pending_bytes * mib, (double)p->reuse_bytes * mib, (double)p->unpack_bytes * mib,
-        (double)p->scratch_bytes * mib, (double)p->limit * mib,
+        (double)p->scratch_bytes * mib, p->limit < 1 << 20 ? 6 : 1, (double)p->limit * mib,
         o->memory_limit ? "allowed" : "free", s->on_gpu ? " on the GPU" : "", (long long)o->context,
         (long long)o->kv_tokens, o->max_sequences, o->chunk);
 }
@@ -10097,6 +10125,7 @@ static int64_t sala__longest_context(const sala *s) {
     trial.gpu_draft_weight_bytes = s->gpu_draft_weight_bytes;
     trial.plan.unpack_bytes = s->plan.unpack_bytes;
     trial.has_draft = s->has_draft;
+    trial.default_snapshots = s->options.reuse != NULL; // the others give way
     trial.draft_config = s->draft_config;
     int64_t block = s->config.dims.block, fits = 0, most = ((int64_t)1 << 30) / block;
     while (fits < most) {
@@ -10142,7 +10171,7 @@ static int sala__config_path(const sala *s, const char *path, char **file, sala_
     struct stat st;
     int synthetic = s->options.synthetic;
     if (!synthetic && stat(path, &st) < 0)
-        return sala__fail(err, SALA_E_FILE, "%s: no such model folder: %s", path, strerror(errno));
+        return sala__fail(err, SALA_E_FILE, "%s: no such folder: %s", path, strerror(errno));
     if (!synthetic && !S_ISDIR(st.st_mode))
         return sala__fail(err, SALA_E_FILE,
                           "%s: not a folder; give the folder that holds config.json", path);
@@ -11478,6 +11507,7 @@ static void sala__test_tree(const sala *s, sala__request *r, const sala__shape *
 // Many sequences get small trees: with four bits the rows beyond 16 of a pass cost as much as the first 16.
 static const sala__shape sala__shapes[SALA__LEVELS] = {{0, 1, 1}, {3, 1, 4}, {7, 2, 15}};
 static const double sala__hopes[SALA__LEVELS] = {1, 2.2, 3}; // tokens of a verify, unseen
+static const double sala__credit[2] = {8, 32};               // of a trial; the most that trees earn
 static const int sala__cost_rows[SALA__COSTS] = {1,  2,  3,  4,  6,  8,   12,  16,
                                                  24, 32, 48, 64, 96, 128, 192, 256};
 
@@ -11537,21 +11567,29 @@ static void sala__load_level(sala__policy *p, int sequences) {
     p->cap_calm = 0;
 }
 
-// How much faster than plain decoding a level is, by what was measured; 0: not known yet.
-static double sala__gain(const sala__policy *p, int level, int sequences) {
+// Plain steps that a step with trees takes, by what was measured; 0: not known yet.
+static double sala__price(const sala__policy *p, int level, int sequences) {
     const sala__least *draft = &p->draft[level];
     if (!sala__least_known(draft)) draft = &p->draft[SALA__LEVELS - level]; // the other one
     if (!sala__least_known(draft)) return 0;
     double step = sala__cost(p, sequences * p->shape[level].nodes) + sala__least_value(draft);
-    double yield = p->yield[level]; // a larger tree of this head gives no less
-    if (p->level && p->level < level) yield = fmax(yield, p->yield[p->level]);
-    return step > 0 ? yield * sala__cost(p, sequences) / step : 0;
+    double plain = sala__cost(p, sequences);
+    return plain > 0 ? step / plain : 0;
 }
 
-// Have the 16 trees of a trial shown that they bring nothing?
+// How much faster than plain decoding a level is; 0: not known yet.
+static double sala__gain(const sala__policy *p, int level, int sequences) {
+    double price = sala__price(p, level, sequences);
+    double yield = p->yield[level]; // a larger tree of this head gives no less
+    if (p->level && p->level < level) yield = fmax(yield, p->yield[p->level]);
+    return price > 0 ? yield / price : 0;
+}
+
+// Have trees lost more time than a trial may, or 16 of them shown that they bring nothing?
 static int sala__level_failed(const sala__policy *p) {
     int tried = p->tried[p->level];
-    return p->level && tried >= 16 && tried < 32 && p->given[p->level] < 1.3 * tried;
+    if (!p->level) return 0;
+    return p->credit < 0 || (tried >= 16 && tried < 32 && p->given[p->level] < 1.3 * tried);
 }
 
 // The level of this step: what the load allows and measurements do not speak against for 16 steps.
@@ -11563,6 +11601,7 @@ static void sala__choose_level(sala__policy *p, int sequences) {
         memcpy(p->yield, sala__hopes, sizeof p->yield);
         memset(p->tried, 0, sizeof p->tried);
         memset(p->given, 0, sizeof p->given);
+        p->credit = sala__credit[0];
         p->retry_from = p->step + p->retry;
     }
     int best = p->cap, failed = sala__level_failed(p);
@@ -11597,6 +11636,8 @@ static void sala__plan_review(sala__policy *p, sala__request *r) {
     if (c->source != SALA_DRAFT_NGRAM && c->aligned) c->aligned += given;
     if (c->source == SALA_DRAFT_EAGLE) {
         p->given[c->level] += given;
+        if (p->price > 0)
+            p->credit = fmin(p->credit + (given - p->price) / p->drawn, sala__credit[1]);
         if (++p->tried[c->level] == 16) p->yield[c->level] = p->given[c->level] / 16.0;
         if (p->tried[c->level] == 128) p->tried[c->level] /= 2, p->given[c->level] /= 2;
         if (p->tried[c->level] > 16) p->yield[c->level] += (given - p->yield[c->level]) / 64;
@@ -11708,6 +11749,8 @@ static int sala__plan_heads(sala *s, sala__request **active, int count, int spar
         which[i]->spec.level = p->level;
     }
     sala__least_add(&p->draft[p->level], sala__now() - began);
+    p->price = sala__price(p, p->level, count);
+    p->drawn = n;
     return code;
 }
 
@@ -11769,6 +11812,7 @@ static int sala__spec_open(sala *s, sala_error *err) {
     }
     memcpy(p->shape, sala__shapes, sizeof p->shape);
     memcpy(p->yield, sala__hopes, sizeof p->yield);
+    p->credit = sala__credit[0];
     p->fixed = shape != NULL && sala__shape_read(shape, &p->shape[1]) == 0;
     if (p->fixed) p->shape[2] = p->shape[1];
     p->cap = p->level = SALA__LEVELS - 1;
@@ -11935,7 +11979,9 @@ static int sala__request_copy(sala *s, const sala_request *ask, sala__request *r
             (char *)sala__copy(s, text, strlen(text) + 1, 1, "a stop string", err);
         if (!r->stop[r->stop_count]) return SALA_E_MEMORY;
     }
-    if (s->has_tokenizer) sala__stream_init(&s->tokenizer, ask->special_text, &r->stream);
+    r->stream.t = &s->tokenizer; // a loaded request's goes on
+    r->stream.special = ask->special_text;
+    r->stream.begun |= !ask->text && !ask->token_count; // what it goes on from has begun the text
     code = sala__sampler_init(&s->env, ask, s->config.dims.vocab, &r->sampler, err);
     for (int64_t i = 0; code == 0 && i < r->token_count; i++)
         sala__sampler_note(&r->sampler, r->tokens[i], 0);
@@ -12058,6 +12104,15 @@ SALA_API int sala_release(sala *s, int64_t sequence, sala_error *err) {
                           (long long)sequence, (long long)q->request);
     sala__free_sequence(s, q);
     return 0;
+}
+
+SALA_API int64_t sala_history(sala *s, int64_t sequence, const int32_t **tokens, sala_error *err) {
+    sala__clear(err);
+    const sala__sequence *q = sala__find_sequence(s, sequence);
+    if (!q)
+        return sala__fail(err, SALA_E_ARGUMENT, "there is no sequence %lld", (long long)sequence);
+    *tokens = q->tokens;
+    return (int64_t)q->token_count;
 }
 
 // ---- the pass ----
@@ -12644,8 +12699,10 @@ static int sala__finish(sala *s, sala__request *r, int reason, int show_rest, sa
             q->root = r->tokens[0]; // cancelled before it was read
         q->token_count =
             (size_t)q->stored + (q->root >= 0); // cancelled in prefill: what was not read never was
-        e->sequence = r->keep || r->slot < 0 ? q->id : 0;
-        if (!e->sequence) sala__free_sequence(s, q);
+        // One that never began leaves the sequence that it named; what its history would have taken
+        // over is not its own.
+        e->sequence = (r->slot < 0 ? !r->reused : r->keep) ? q->id : 0;
+        if (!e->sequence && r->slot >= 0) sala__free_sequence(s, q);
     }
     r->slot = -2;
     return sala__emit_text(s, r, r->held.size, err);
@@ -13650,11 +13707,11 @@ SALA_API int sala_check_weights(sala *s, sala_error *err) {
            8     4  version, see SALA__SESSION_VERSION
           12     4  zero
           16     8  P: bytes of what follows, without checksums
-          24     -  blocks of 2^20 bytes, the last one shorter: a checksum of 8 bytes, then bytes of P
+          24     -  blocks of 2^19 bytes, the last one shorter: a checksum of 8 bytes, then bytes of P
    P:      0    96  sala__session_head
                  -  list of int32: the history; list of sala__phase
-                 -  if has_request: sala__session_request; the fields of sala_request in the order of
-                    sala__request_table; lists: forced tokens, guess and stop tokens (int32), biases
+                 -  if has_request: what sala__session_course moves; the fields of sala_request in
+                    the order of sala__request_table; lists: forced tokens, guess and stop tokens (int32), biases
                     (sala_bias), text held back, then stop strings, each a list with its zero
                  -  of each sparse layer k, v, tier 1, tier 2: the rows that exist, page by page
                     [kv_heads, rows of the page, head_dim] act
@@ -13663,14 +13720,17 @@ SALA_API int sala_check_weights(sala *s, sala_error *err) {
                  -  if draft: k, v of the draft head [pages, kv_heads, rows of the page, head_dim] act,
                     features that wait [tokens, 3 hidden] act
 
-   A checksum goes on from the one before it, the first one from the bytes before it: whatever is
-   changed, missing or from another file does not fit.
+   A checksum is of the one before it (the first: of the bytes before it) and the block's own sum, so
+   that threads can sum blocks, and whatever is changed, missing or from another file does not fit.
    -------------------------------------------------------------------------------------------- */
 
 // To be raised when the layout changes, or a number that a pass computes.
-#define SALA__SESSION_VERSION 1
-#define SALA__SESSION_BLOCK ((size_t)1 << 20)
+#define SALA__SESSION_VERSION 2
+#ifndef SALA__SESSION_BLOCK // tests want many
+#define SALA__SESSION_BLOCK ((size_t)1 << 19)
+#endif
 #define SALA__SESSION_START 24 // where the blocks begin
+#define SALA__SESSION_WINDOW 8 // blocks, at most, that are read at once; locking 1 MiB takes 0.7 ms
 
 typedef struct sala__session_head {
     uint64_t model, draft; // fingerprints; draft 0: the head knows nothing of the sequence
@@ -13680,27 +13740,23 @@ typedef struct sala__session_head {
     int64_t zero[2];
 } sala__session_head;
 
-typedef struct sala__session_request { // names as in sala__request
-    int64_t token_count, prefilled, segment_start, chosen, shared, reused, decode_bytes;
-    double
-        age[4]; // seconds since it was submitted, admitted, its first and last token; -1: not yet
-    sala_timings counted;
-    int32_t took_root, cancelled;
-    int32_t text_begun, text_held; // of its text: something came out; bytes of half a character
-    char text[4], zero[4];
-} sala__session_request;
-
 typedef struct sala__session {
     sala *s;
     const char *path;
     sala_error *err;
     int code;    // of the first failure, behind which nothing happens
-    int reading; // or writing; without a block, nothing is written, only measured
+    int reading; // or writing; without memory, nothing is written, only measured
     int fd;
-    unsigned char *block; // page-locked where the engine is on a GPU
-    size_t at, size;      // the next byte of it; where it ends
-    uint64_t sum;         // of the block before
-    int64_t total, left;  // P, and how much of it is still to come
+    sala__cpu pool;           // threads where the engine is on a GPU and has none
+    unsigned char *memory;    // a window, or two page-locked ones where it is on a GPU
+    unsigned char *window;    // the one at hand
+    int64_t from, whole;      // where the window is in the file; bytes of the file
+    int blocks, count, index; // windows hold so many; this one does; the block at hand
+    size_t at, size;          // the next byte of it; where it ends
+    uint64_t sum;             // of the block before
+    int64_t total, left;      // P, and how much of it is still to come
+    uint64_t sums[SALA__SESSION_WINDOW];
+    int errors[SALA__SESSION_WINDOW];
 } sala__session;
 
 // ---- the file ----
@@ -13749,54 +13805,95 @@ static void sala__session_must(sala__session *f, int holds, const char *what) {
     if (!holds) sala__session_fail(f, SALA_E_FILE, "a damaged session: %s cannot be", what);
 }
 
-// These bytes to or from the file, as many as there are.
-static size_t sala__session_move(sala__session *f, unsigned char *bytes, size_t count) {
-    size_t done = 0;
-    ssize_t n = 1;
-    while (done < count && n > 0) {
-        n = f->reading ? read(f->fd, bytes + done, count - done)
-                       : write(f->fd, bytes + done, count - done);
-        if (n > 0) done += (size_t)n;
-        if (n < 0 && errno == EINTR) n = 1;
+// These bytes to or from a place of the file. Returns 0, an errno, or -1 where the file ends.
+static int sala__session_move(const sala__session *f, void *bytes, size_t count, int64_t place) {
+    for (char *p = (char *)bytes; count;) {
+        ssize_t n = f->reading ? pread(f->fd, p, count, place) : pwrite(f->fd, p, count, place);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) return n ? errno : -1;
+        p += n;
+        place += n;
+        count -= (size_t)n;
     }
-    if (n < 0)
+    return 0;
+}
+
+static void sala__session_moved(sala__session *f, int error) {
+    if (error < 0) sala__session_fail(f, SALA_E_FILE, "it became shorter while it was read");
+    if (error > 0)
         sala__session_fail(f, SALA_E_FILE, "cannot %s: %s", f->reading ? "read" : "write",
-                           strerror(errno));
-    return done;
+                           strerror(error));
+}
+
+static int64_t sala__session_whole(int64_t total) { // bytes of a file of so many
+    const int64_t payload = (int64_t)SALA__SESSION_BLOCK - 8;
+    return SALA__SESSION_START + total + (total + payload - 1) / payload * 8;
+}
+
+static size_t sala__session_size(const sala__session *f, int64_t i) { // of a block of the window
+    int64_t rest = f->whole - f->from - i * (int64_t)SALA__SESSION_BLOCK;
+    return rest < (int64_t)SALA__SESSION_BLOCK ? (size_t)rest : SALA__SESSION_BLOCK;
+}
+
+// What threads do: read a block, and sum it.
+static void sala__session_item(void *context, int64_t i, int thread) {
+    sala__session *f = (sala__session *)context;
+    unsigned char *block = f->window + (size_t)i * SALA__SESSION_BLOCK;
+    size_t size = sala__session_size(f, i);
+    int64_t place = f->from + i * (int64_t)SALA__SESSION_BLOCK;
+    (void)thread;
+    f->errors[i] = f->reading ? sala__session_move(f, block, size, place) : 0;
+    if (!f->errors[i]) f->sums[i] = sala__checksum(0, block + 8, size - 8);
+}
+
+// Read a window and check it, while the device still copies from the other one; or write this one.
+static void sala__session_window(sala__session *f) {
+    sala *s = f->s;
+    if (s->on_gpu && !f->reading) f->code = sala__cuda_wait(&s->gpu.cuda, f->err);
+    if (f->code < 0) return;
+    sala__parallel(s->on_gpu ? &f->pool : &s->cpu, f->count, sala__session_item, f);
+    if (s->on_gpu && f->reading) f->code = sala__cuda_wait(&s->gpu.cuda, f->err);
+    for (int i = 0; i < f->count && f->code == 0; i++) {
+        unsigned char *block = f->window + (size_t)i * SALA__SESSION_BLOCK;
+        int64_t place = f->from + i * (int64_t)SALA__SESSION_BLOCK;
+        size_t size = sala__session_size(f, i);
+        uint64_t sum = f->sum = sala__checksum(f->sum, &f->sums[i], 8);
+        memcpy(f->reading ? (void *)&sum : block, f->reading ? block : (void *)&sum, 8);
+        if (!f->reading) f->errors[i] = sala__session_move(f, block, size, place);
+        sala__session_moved(f, f->errors[i]);
+        if (sum != f->sum)
+            sala__session_fail(f, SALA_E_FILE, "a damaged session: a checksum is wrong");
+        sala__progress(&s->env, f->reading ? "loading" : "saving",
+                       ((double)place + (double)size) / (double)f->whole);
+    }
 }
 
 // The block is full, or read to its end: on to the next one.
 static void sala__session_turn(sala__session *f) {
-    sala *s = f->s;
-    uint64_t sum;
-    if (s->on_gpu) f->code = sala__cuda_wait(&s->gpu.cuda, f->err); // its copies are under way
-    if (f->code < 0) return;
-    sala__progress(&s->env, f->reading ? "loading" : "saving",
-                   1 - (double)f->left / (double)f->total);
-    if (!f->reading) {
-        f->sum = sala__checksum(f->sum, f->block + 8, f->at - 8);
-        memcpy(f->block, &f->sum, 8);
-        sala__session_move(f, f->block, f->at);
-    } else {
-        sala__session_must(f, f->left > 0, "its end");
-        if (f->left < (int64_t)f->size - 8) f->size = (size_t)f->left + 8;
-        if (f->code == 0 && sala__session_move(f, f->block, f->size) < f->size)
-            sala__session_fail(f, SALA_E_FILE, "it became shorter while it was read");
-        memcpy(&sum, f->block, 8);
-        f->sum = sala__checksum(f->sum, f->block + 8, f->size - 8);
-        if (sum != f->sum)
-            sala__session_fail(f, SALA_E_FILE, "a damaged session: a checksum is wrong");
+    if (++f->index == f->count) {
+        if (!f->reading) sala__session_window(f);
+        f->from += f->count * (int64_t)SALA__SESSION_BLOCK;
+        int64_t rest =
+            (f->whole - f->from + (int64_t)SALA__SESSION_BLOCK - 1) / (int64_t)SALA__SESSION_BLOCK;
+        f->index = 0;
+        f->count = rest < f->blocks ? (int)rest : f->blocks;
+        sala__session_must(f, rest > 0, "its end");
+        if (f->s->on_gpu) // what is copied stays whole
+            f->window = f->window == f->memory ? f->memory + (size_t)f->blocks * SALA__SESSION_BLOCK
+                                               : f->memory;
+        if (f->reading && f->code == 0) sala__session_window(f);
     }
     f->at = 8;
+    f->size = f->code < 0 ? f->at : sala__session_size(f, f->index);
 }
 
 // The next bytes of P: `p` to the file, or from it to `p`. `there`: p lies where operations run.
 static void sala__session_io(sala__session *f, const void *p, size_t bytes, int there) {
     sala__cuda *c = &f->s->gpu.cuda;
     char *at = (char *)(uintptr_t)p;
-    if (!f->block) f->total += (int64_t)bytes;
-    while (f->block && bytes && f->code == 0) {
-        unsigned char *b = f->block + f->at;
+    if (!f->memory) f->total += (int64_t)bytes;
+    while (f->memory && bytes && f->code == 0) {
+        unsigned char *b = f->window + (size_t)f->index * SALA__SESSION_BLOCK + f->at;
         size_t n = f->size - f->at < bytes ? f->size - f->at : bytes;
         if (n == 0)
             sala__session_turn(f);
@@ -13992,30 +14089,28 @@ static void sala__session_ask(sala__session *f, sala_request *ask, sala__string 
     held->size = held->capacity = (size_t)bytes;
 }
 
-static double sala__session_age(double time) {
-    return time > 0 ? sala__now() - time : -1;
+// How far it is, in either direction. Times are ages in a file, since clocks begin anew; -1: not yet.
+static void sala__session_course(sala__session *f, sala__request *r) {
+    sala__stream *t = &r->stream;
+    double *const times[4] = {&r->submitted, &r->admitted, &r->first_token, &r->last_token};
+    void *const longs[] = {&r->token_count, &r->prefilled, &r->chosen, &r->reused,
+                           &r->decode_bytes};
+    void *const ints[] = {&r->segment_start, &r->shared,    &r->took_root, &r->cancelled,
+                          &t->begun,         &t->held_size, t->held};
+    for (int i = 0; i < 5; i++) sala__session_io(f, longs[i], 8, 0);
+    for (int i = 0; i < 7; i++) sala__session_io(f, ints[i], 4, 0);
+    for (int i = 0; i < 4; i++) {
+        double now = sala__now(), age = *times[i] > 0 ? now - *times[i] : -1;
+        sala__session_io(f, &age, sizeof age, 0);
+        if (f->reading) // of a machine that booted just now none is so long ago
+            *times[i] = age >= 0 ? fmax(now - age, 1e-9) : 0;
+    }
+    sala__session_io(f, &r->counted, sizeof r->counted, 0);
 }
 
 static void sala__session_put_request(sala__session *f, const sala__request *r) {
-    const double times[4] = {r->submitted, r->admitted, r->first_token, r->last_token};
-    sala__session_request w;
     sala_request ask = r->asked;
     sala__string held = r->held;
-    memset(&w, 0, sizeof w);
-    w.token_count = r->token_count;
-    w.prefilled = r->prefilled;
-    w.segment_start = r->segment_start;
-    w.chosen = r->chosen;
-    w.shared = r->shared;
-    w.reused = r->reused;
-    w.decode_bytes = r->decode_bytes;
-    for (int i = 0; i < 4; i++) w.age[i] = sala__session_age(times[i]);
-    w.counted = r->counted;
-    w.took_root = r->took_root;
-    w.cancelled = r->cancelled;
-    w.text_begun = r->stream.begun;
-    w.text_held = r->stream.held_size;
-    memcpy(w.text, r->stream.held, (size_t)r->stream.held_size);
     ask.max_tokens = r->max_tokens; // no longer "default"
     ask.sequence = 0;
     ask.force = r->force;
@@ -14023,81 +14118,74 @@ static void sala__session_put_request(sala__session *f, const sala__request *r) 
     ask.stop_tokens = r->stop_tokens;
     ask.biases = r->biases;
     ask.stop = (const char *const *)r->stop;
-    sala__session_io(f, &w, sizeof w, 0);
+    sala__session_course(f, (sala__request *)(uintptr_t)r);
     sala__session_ask(f, &ask, &held, NULL);
 }
 
-// Can a request that began there be where this one is? Sums of numbers up to the context do not overflow.
-static int sala__session_agrees(const sala *s, const sala__session_head *h, int64_t history,
-                                const sala__session_request *w) {
-    const int64_t *n = &w->token_count, *count = w->counted.verifies;
-    int ok = w->token_count > 0 && (unsigned)w->took_root <= 1 && (unsigned)w->text_held <= 3;
-    for (int i = 0; i < 4; i++) ok &= n[i] >= 0 && n[i] <= s->options.context;
-    for (; ok && count < (const int64_t *)&w->counted.draft_seconds; count++)
+// Can a request that began there be where this one is? Sums of numbers up to the history do not overflow.
+static int sala__session_agrees(const sala__session_head *h, int64_t history,
+                                const sala__request *r) {
+    const int64_t n[] = {r->token_count, r->prefilled, r->segment_start, r->chosen, r->reused};
+    const int64_t *count = r->counted.verifies;
+    int ok = r->token_count > 0 && (unsigned)(r->took_root | r->cancelled | r->stream.begun) <= 1;
+    for (int i = 0; i < 5; i++) ok &= n[i] >= 0 && n[i] <= history;
+    for (; ok && count < (const int64_t *)&r->counted.draft_seconds; count++)
         ok = *count >= 0 && *count < (int64_t)1 << 48; // statistics, to which more is added
-    ok = ok && w->shared >= 0 && w->shared <= w->prefilled && w->reused >= 0;
-    ok = ok && w->reused <= s->options.context && w->decode_bytes >= 0 &&
-         w->decode_bytes < (int64_t)1 << 60;
-    ok = ok && history == w->segment_start + w->token_count + w->chosen;
-    ok = ok && h->stored == w->segment_start + w->prefilled + (w->chosen ? w->chosen - 1 : 0);
-    if (w->chosen == 0) return ok && w->prefilled < w->token_count && h->pending == 0;
-    return ok && w->prefilled == w->token_count && h->pending < w->chosen;
+    ok = ok && r->shared >= 0 && r->shared <= r->prefilled && (unsigned)r->stream.held_size <= 3;
+    ok = ok && r->decode_bytes >= 0 && r->decode_bytes < (int64_t)1 << 60;
+    ok = ok && history == r->segment_start + r->token_count + r->chosen;
+    ok = ok && h->stored == r->segment_start + r->prefilled + (r->chosen ? r->chosen - 1 : 0);
+    if (r->chosen == 0) return ok && r->prefilled < r->token_count && h->pending == 0;
+    return ok && r->prefilled == r->token_count && h->pending < r->chosen;
 }
 
-// A request as if it were submitted, and then what has happened since.
-static sala__request *sala__session_revive(sala__session *f, const sala_request *ask,
-                                           const sala__session_request *w,
-                                           const sala__string *held) {
+static void sala__session_room(sala__session *f,
+                               int64_t tokens) { // for the longest that it can become
+    if (tokens > f->s->options.context)
+        sala__session_fail(f, SALA_E_ARGUMENT,
+                           "needs %lld tokens, more than the context of %lld: raise --context",
+                           (long long)tokens, (long long)f->s->options.context);
+}
+
+// As if it were submitted, and all that has happened since.
+static void sala__session_revive(sala__session *f, const sala_request *ask, sala__request *r,
+                                 const sala__string *held) {
     sala *s = f->s;
     sala_error why;
-    sala__request *r = (sala__request *)sala__alloc(&s->env, 1, sizeof *r, "a request", f->err);
-    if (!r) f->code = SALA_E_MEMORY;
-    if (!r) return NULL;
     int code = sala__check_request_fields(ask, &why);
+    if (code == 0) sala__session_room(f, r->segment_start + r->token_count + ask->max_tokens);
+    if (f->code < 0) return;
     if (code == 0) code = sala__request_copy(s, ask, r, &why);
     if (code == 0) code = sala__request_fits(s, r, ask, &why);
     if (code == 0) code = sala__append(&s->env, &r->held, held->data, held->size, &why);
     if (code < 0) sala__session_fail(f, code, "its request cannot go on here: %s", why.text);
-    double *const times[4] = {&r->submitted, &r->admitted, &r->first_token, &r->last_token};
-    for (int i = 0; i < 4; i++) // of a machine that booted just now none is so long ago
-        *times[i] = w->age[i] >= 0 ? fmax(sala__now() - w->age[i], 1e-9) : 0;
-    r->prefilled = w->prefilled;
-    r->shared = (int32_t)w->shared;
-    r->reused = w->reused;
-    r->segment_start = (int32_t)w->segment_start;
-    r->chosen = r->spec.before = w->chosen;
-    r->state = w->chosen ? SALA__DECODE : SALA__PREFILL;
-    r->decode_bytes = w->decode_bytes;
-    r->counted = w->counted;
-    r->took_root = w->took_root;
-    r->cancelled = w->cancelled != 0;
-    r->stream.begun = w->text_begun != 0;
-    r->stream.held_size = w->text_held;
-    memcpy(r->stream.held, w->text, sizeof w->text);
-    return r;
+    r->spec.before = r->chosen;
+    r->state = r->chosen ? SALA__DECODE : SALA__PREFILL;
 }
 
 static sala__request *sala__session_get_request(sala__session *f, const sala__session_head *h,
                                                 const int32_t *tokens, int64_t count) {
+    sala *s = f->s;
     const char *stop[SALA__STOP_STRINGS] = {NULL};
     sala__string held = {NULL, 0, 0};
-    sala__session_request w;
-    sala__request *r = NULL;
     sala_request ask;
-    memset(&w, 0, sizeof w);
+    sala__request *r = (sala__request *)sala__alloc(&s->env, 1, sizeof *r, "a request", f->err);
+    if (!r) f->code = SALA_E_MEMORY;
+    if (!r) return NULL;
     memset(&ask, 0, sizeof ask);
-    sala__session_io(f, &w, sizeof w, 0);
-    sala__session_must(f, sala__session_agrees(f->s, h, count, &w), "where its request is");
+    sala__session_course(f, r);
+    sala__session_must(f, sala__session_agrees(h, count, r), "where its request is");
     sala__session_ask(f, &ask, &held, stop);
-    sala__session_must(f, ask.max_tokens > w.chosen && ask.sequence == 0, "where its request ends");
-    ask.tokens = tokens + w.segment_start;
-    ask.token_count = w.token_count;
-    if (f->code == 0) r = sala__session_revive(f, &ask, &w, &held);
-    for (int64_t i = 0; r && f->code == 0 && i < count; i++)
-        sala__sampler_note(&r->sampler, tokens[i], i >= count - w.chosen);
+    sala__session_must(f, ask.max_tokens > r->chosen && ask.sequence == 0,
+                       "where its request ends");
+    ask.tokens = f->code < 0 ? NULL : tokens + r->segment_start;
+    ask.token_count = r->token_count;
+    if (f->code == 0) sala__session_revive(f, &ask, r, &held);
+    for (int64_t i = 0; f->code == 0 && i < count; i++)
+        sala__sampler_note(&r->sampler, tokens[i], i >= count - r->chosen);
     const void *const lists[] = {ask.force, ask.guess, ask.stop_tokens, ask.biases, held.data};
-    for (int i = 0; i < 5; i++) sala__release(&f->s->env, (void *)(uintptr_t)lists[i]);
-    for (int i = 0; i < ask.stop_count; i++) sala__release(&f->s->env, (void *)(uintptr_t)stop[i]);
+    for (int i = 0; i < 5; i++) sala__release(&s->env, (void *)(uintptr_t)lists[i]);
+    for (int i = 0; i < ask.stop_count; i++) sala__release(&s->env, (void *)(uintptr_t)stop[i]);
     return r;
 }
 
@@ -14130,34 +14218,42 @@ static void sala__session_start(sala__session *f, unsigned char start[SALA__SESS
     f->sum = sala__checksum(0, start, SALA__SESSION_START);
 }
 
-// The block, and the device if there is one.
+// The windows, and the device if there is one.
 static void sala__session_begin(sala__session *f) {
     sala *s = f->s;
-    void *block = NULL;
+    void *memory = NULL;
+    f->whole = sala__session_whole(f->total);
+    f->from = SALA__SESSION_START;
+    f->left = f->total;
+    f->index = -1; // before the first block of a window that is done
+    f->blocks = SALA__SESSION_WINDOW;
+    if (f->whole < f->blocks * (int64_t)SALA__SESSION_BLOCK)
+        f->blocks = (int)(f->whole / (int64_t)SALA__SESSION_BLOCK) + 1;
+    size_t bytes = (size_t)f->blocks * SALA__SESSION_BLOCK;
     if (!s->on_gpu) {
-        block = sala__alloc(&s->env, SALA__SESSION_BLOCK, 1, "a session", f->err);
-        if (!block) f->code = SALA_E_MEMORY;
+        memory = sala__alloc(&s->env, bytes, 1, "a session", f->err);
+        if (!memory) f->code = SALA_E_MEMORY;
     } else if ((f->code = sala__cuda_enter(&s->gpu.cuda, f->err)) == 0) {
-        f->code =
-            sala__cuda_alloc_host(&s->gpu.cuda, SALA__SESSION_BLOCK, "a session", &block, f->err);
+        int threads = s->options.threads < f->blocks ? s->options.threads : f->blocks;
+        f->code = sala__cpu_open(&s->env, threads, 0, &f->pool, f->err);
+        if (f->code == 0)
+            f->code = sala__cuda_alloc_host(&s->gpu.cuda, 2 * bytes, "a session", &memory, f->err);
         if (f->code < 0) sala__cuda_leave(&s->gpu.cuda);
     }
-    f->block = (unsigned char *)block;
-    f->size = SALA__SESSION_BLOCK;
-    f->at = f->reading ? f->size : 8;
-    f->left = f->total;
+    f->memory = f->window = (unsigned char *)memory;
 }
 
 static void sala__session_end(sala__session *f) {
     sala__cuda *c = &f->s->gpu.cuda;
-    if (f->block && f->s->on_gpu) {
+    if (f->memory && f->s->on_gpu) {
         int code = sala__cuda_wait(c, f->code ? NULL : f->err); // copies may be under way
         if (f->code == 0) f->code = code;
-        sala__cuda_release_host(c, f->block);
+        sala__cuda_release_host(c, f->memory);
         sala__cuda_leave(c);
-    } else if (f->block) {
-        sala__release(&f->s->env, f->block);
+    } else if (f->memory) {
+        sala__release(&f->s->env, f->memory);
     }
+    sala__cpu_close(&f->pool);
 }
 
 // Write everything to a fresh file beside the path, which then takes the path's place.
@@ -14168,9 +14264,9 @@ static void sala__session_write(sala__session *f, const sala__sequence *q, const
     if (f->fd < 0) sala__session_fail(f, SALA_E_FILE, "cannot create: %s", strerror(errno));
     if (f->fd < 0) return;
     sala__session_start(f, start);
-    sala__session_move(f, start, sizeof start);
+    sala__session_moved(f, sala__session_move(f, start, sizeof start, 0));
     sala__session_put(f, q, r);
-    if (f->code == 0) sala__session_turn(f);
+    if (f->code == 0) sala__session_window(f);
     int bad = f->code == 0 && fsync(f->fd) != 0;
     bad |= close(f->fd) != 0;
     if (f->code == 0 && (bad || rename(part, f->path) != 0))
@@ -14187,15 +14283,24 @@ SALA_API int sala_save(sala *s, int64_t id, const char *path, sala_error *err) {
     sala__session f;
     sala__string part = {NULL, 0, 0};
     struct stat st;
+    char real[4096];
     sala__clear(err);
     if (s->failed) return sala__failed(err);
     if (!path || !*path) return sala__fail(err, SALA_E_ARGUMENT, "sala_save: no path given");
     if (stat(path, &st) == 0 && !S_ISREG(st.st_mode))
         return sala__fail(err, SALA_E_FILE, "%s: not a regular file", path);
+    if (realpath(path, real)) path = real; // through a link, to where it points
     const sala__sequence *q = sala__find_sequence(s, id);
     const sala__request *r = s->requests;
     while (r && !(r->slot >= 0 && (r->id == id || (q && r->sequence == id)))) r = r->next;
     if (r) q = &s->sequences[r->slot];
+    for (const sala__request *w = s->requests; w && !q; w = w->next)
+        if (w->id == id)
+            return sala__fail(
+                err, SALA_E_STATE,
+                "request %lld still waits, so there is nothing to save of it: sala_step "
+                "begins it when there is room",
+                (long long)id);
     if (!q)
         return sala__fail(err, SALA_E_ARGUMENT,
                           "there is no sequence %lld and no request of that number at work",
@@ -14219,7 +14324,6 @@ SALA_API int sala_save(sala *s, int64_t id, const char *path, sala_error *err) {
 // Open a file and look at its first bytes.
 static void sala__session_open(sala__session *f) {
     unsigned char start[SALA__SESSION_START] = {0}, want[SALA__SESSION_START];
-    const int64_t payload = (int64_t)SALA__SESSION_BLOCK - 8;
     uint32_t version;
     struct stat st;
     memset(&st, 0, sizeof st);
@@ -14227,7 +14331,8 @@ static void sala__session_open(sala__session *f) {
     if (f->fd < 0 || fstat(f->fd, &st) < 0)
         sala__session_fail(f, SALA_E_FILE, "cannot open: %s", strerror(errno));
     if (f->code < 0) return;
-    if (S_ISREG(st.st_mode)) sala__session_move(f, start, sizeof start);
+    int error = S_ISREG(st.st_mode) ? sala__session_move(f, start, sizeof start, 0) : 0;
+    if (error > 0) sala__session_moved(f, error);
     if (memcmp(start, "SALASES", 8) != 0)
         sala__session_fail(f, SALA_E_FILE, "not a session that sala_save wrote");
     memcpy(&version, start + 8, 4);
@@ -14240,7 +14345,7 @@ static void sala__session_open(sala__session *f) {
         f, memcmp(start, want, sizeof start) == 0 && f->total > 0 && f->total < INT64_MAX / 2,
         "how it begins");
     if (f->code < 0) return;
-    int64_t whole = f->total + SALA__SESSION_START + (f->total + payload - 1) / payload * 8;
+    int64_t whole = sala__session_whole(f->total);
     if (whole != st.st_size)
         sala__session_fail(f, SALA_E_FILE,
                            "a session cut short or altered: %lld bytes instead of %lld",
@@ -14290,10 +14395,7 @@ static sala__sequence *sala__session_place(sala__session *f, const sala__sequenc
     int64_t need = sala__pages_for(s, tokens);
     for (int i = 0; !q && i < s->plan.slots; i++)
         if (!s->sequences[i].id) q = &s->sequences[i];
-    if (tokens > s->options.context)
-        sala__session_fail(f, SALA_E_ARGUMENT,
-                           "needs %lld tokens, more than the context of %lld: raise --context",
-                           (long long)tokens, (long long)s->options.context);
+    sala__session_room(f, tokens);
     if (!q)
         sala__session_fail(f, SALA_E_MEMORY,
                            "all %d sequences are taken: release one or raise --max-sequences",

@@ -1,13 +1,18 @@
 #!/usr/bin/env python3
 """Tests of tools/train_draft.py and tools/draft_model.py: `make draft-test`. They need PyTorch (on the CPU) and
 build/draft_lib.so, which is sala.h; they end with "N passed, N failed"."""
+import contextlib
 import ctypes
+import io
 import json
 import os
+import re
+import signal
 import sys
 import tempfile
 import time
 import traceback
+import types
 
 try:
     import numpy as np
@@ -447,6 +452,67 @@ def test_bad_data(folder):
         assert "features-00000" in str(e)
     else:
         raise AssertionError("a short file")
+    write_shard(folder, 0, good)
+    write_shard(folder, 1, good, layers="1,2,3")
+    refused("features-00001.*layers 1,2,3, but 1,3,4", td.Shards, folder)
+    os.remove(os.path.join(folder, "features-00001.safetensors"))
+    td.Shards(folder).check(folder, torch.zeros(V, H))
+    refused("of another model", td.Shards(folder).check, folder, torch.zeros(300, H))
+    refused("width 256, but the target's is 128", td.Shards(folder).check, folder, torch.zeros(V, 128))
+    path = os.path.join(folder, "x")
+    for text in (b"", b"\0" * 8, b"[1, 2]", b'{"a": 5}', b'{"a": {}}',
+                 b'{"a": {"dtype": "U8", "shape": [9], "data_offsets": [0]}}',
+                 b'{"a": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}', b"{", b"\xff",
+                 b'{"a": {"dtype": "I32", "shape": [1], "data_offsets": [-4, 0]}}'):
+        with open(path, "wb") as f:
+            f.write(len(text).to_bytes(8, "little") + text if text else text)
+        refused(path + ": ", dm.read_safetensors, path)
+
+
+def refused(words, call, *args):
+    """The call ends with a sentence in which `words` (a regular expression) are found."""
+    try:
+        call(*args)
+    except (SystemExit, ValueError) as e:
+        assert re.search(words, str(e)), (words, str(e))
+    else:
+        raise AssertionError(f"not refused: {words}")
+
+
+def test_arguments(folder):
+    """What cannot be is refused before anything is read, a sentence for each; so is what would not be the same run."""
+    data = folder + "-data"
+    write_shard(data, 0, fake_samples(10, 5, 40))
+    for words in (["--every", "0"], ["--held", "0"], ["--held", "nan"], ["--length", "8"], ["--rows", "0"],
+                  ["--steps", "0"], ["--lr", "nan"], ["--lr", "1e30"], ["--draft-vocab", "-1"], ["--ffn", "x"],
+                  ["--offset", "-5"],
+                  ["--minutes", "-1"], ["--seed", "-1"], ["--device", "nope"]):
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            refused("^2$", run_training, folder, data, *words)
+        assert words[0] in said.getvalue(), said.getvalue()
+    words = ["--steps", "2", "--held", "0.1"]
+    refused("multiples of 16", run_training, folder, data, *words, "--ffn", "8")
+    run_training(folder, data, *words)
+    for name, value, was in (("ffn", "32", "64"), ("draft-vocab", "250", "300"), ("precision", "bf16", "fp32")):
+        refused(f"is of a run with --{name} {was}: ", run_training, folder, data, *words, "--" + name, value)
+    write_shard(data, 0, fake_samples(10, 6, 40))
+    refused("is of a run with data of 10 samples, ", run_training, folder, data, *words)
+    refused("vocab_size is missing", td.target_config, data_of(folder, "config.json", b"{}"))
+    dm.write_safetensors(os.path.join(folder, "checkpoint.safetensors"), {})
+    refused("is no checkpoint of this program", run_training, folder, data, *words)
+    isfinite = torch.isfinite
+    try:
+        torch.isfinite = lambda x: isfinite(x) & False
+        refused("step 2: the weights are no numbers", run_training, folder + "-nan", data, *words)
+    finally:
+        torch.isfinite = isfinite
+    assert not os.path.exists(folder + "-nan/checkpoint.safetensors")
+
+
+def data_of(folder, name, data):
+    with open(os.path.join(folder, name), "wb") as f:
+        f.write(data)
+    return folder
 
 
 def test_walk():
@@ -474,9 +540,9 @@ def test_walk():
 
 
 def run_training(folder, data, *words):
-    td.main(["train", "--data", data, "--target", MODEL, "--out", folder, "--device", "cpu", "--length", "128",
-             "--rows", "2", "--every", "2", "--lr", "1e-3", "--ffn", "64", "--draft-vocab", "300", "--offset", "4000",
-             *words])
+    return td.main(["train", "--data", data, "--target", MODEL, "--out", folder, "--device", "cpu", "--length", "128",
+                    "--rows", "2", "--every", "2", "--lr", "1e-3", "--ffn", "64", "--draft-vocab", "300", "--offset", "4000",
+                    *words])
 
 
 class Stopped(Exception):
@@ -522,6 +588,53 @@ def test_resume(folder):
         raise AssertionError("not refused")
     except SystemExit as e:
         assert "is of a run with --lr 0.001" in str(e), e
+
+
+def test_interrupted(folder):
+    """SIGINT behind any step: a checkpoint, and then the head and the log of a run that was left alone."""
+    data, read, calls = folder + "-data", td.Feed.next, []
+    write_shard(data, 0, fake_samples(30, 5, 60))
+    words = ["--steps", "8", "--held", "0.1", "--every", "4"]
+    assert run_training(folder + "-whole", data, *words) == 0
+
+    def next_batch(feed):
+        calls.append(0)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return read(feed)
+    td.Feed.next = next_batch
+    try:
+        assert run_training(folder + "-twice", data, *words) == 130 and len(calls) == 3, len(calls)
+    finally:
+        td.Feed.next = read
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert run_training(folder + "-twice", data, *words) == 0
+    found = []
+    for f in (folder + "-whole", folder + "-twice"):
+        with open(os.path.join(f, "head/model.safetensors"), "rb") as head, open(f + "/train.csv", newline="") as t:
+            found.append((head.read(), [{n: x for n, x in r.items() if n != "seconds"} for r in td.csv.DictReader(t)]))
+    assert found[0][0] == found[1][0] and found[0][1] == found[1][1], found[1][1]
+
+
+def test_defaults():
+    """The batch of a small set; the steps that --minutes makes of a clock."""
+    for count, length, want in ((180, 100, (256, 4)), (20, 90, (256, 1)), (9000, 1500, (1536, 8)), (300, 9000, (2048, 8))):
+        args = types.SimpleNamespace(length=None, rows=None)
+        td.batch_size(types.SimpleNamespace(samples=[(0, 7, 7 + length)] * count), args)
+        assert (args.length, args.rows) == want, (count, args)
+    clock, now = td.time.time, [1000.0]
+    td.time.time = lambda: now[0]
+    try:
+        for first, each, steps in ((50, 10, 3), (1, 0.5, 11 + 108), (0.1, 0.1, 21 + 579)):  # of 60 seconds
+            args = types.SimpleNamespace(minutes=1, steps=2000, asked=2000)
+            patience, step = td.Patience(args, 0, 0.0), 0
+            while step < args.steps and step < 900:
+                now[0] += each if step else first
+                step += 1
+                patience.note(step, 0.5)
+            assert patience.told and abs(args.steps - steps) <= 1, (first, each, args.steps)
+    finally:
+        td.time.time = clock
 
 
 def test_engine_tau(folder):

@@ -21,19 +21,23 @@ KINDS = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "I32": np.int3
 
 def read_safetensors(path):
     """-> {name: (dtype, array)}, {metadata}; the arrays are views of the mapped file."""
-    raw = np.memmap(path, np.uint8, "r")
+    raw = np.memmap(path, np.uint8, "r") if os.path.getsize(path) >= 8 else np.zeros(8, np.uint8)
     size = int.from_bytes(raw[:8].tobytes(), "little")
-    if size > len(raw) - 8:
+    if not 0 < size <= len(raw) - 8:
         raise ValueError(f"{path}: not a safetensors file")
-    head, out = json.loads(raw[8:8 + size].tobytes()), {}
-    meta = head.pop("__metadata__", {})
-    for name, t in head.items():
-        if t["dtype"] not in KINDS:
-            raise ValueError(f"{path}: tensor {name} has dtype {t['dtype']}, which is not read here")
-        begin, end = (8 + size + x for x in t["data_offsets"])
-        if end > len(raw):
-            raise ValueError(f"{path}: tensor {name} ends beyond the file")
-        out[name] = t["dtype"], raw[begin:end].view(KINDS[t["dtype"]]).reshape(t["shape"])
+    out = {}
+    try:
+        head = json.loads(raw[8:8 + size].tobytes())
+        meta = head.pop("__metadata__", {})
+        for name, t in head.items():
+            begin, end = (8 + size + x for x in t["data_offsets"])
+            if t["dtype"] not in KINDS:
+                raise ValueError(f"tensor {name} has dtype {t['dtype']}, which is not read here")
+            if not 8 + size <= begin <= end <= len(raw):
+                raise ValueError(f"tensor {name} ends beyond the file")
+            out[name] = t["dtype"], raw[begin:end].view(KINDS[t["dtype"]]).reshape(t["shape"])
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        raise ValueError(f"{path}: damaged, or not a safetensors file: {e}") from e
     return out, meta
 
 
@@ -79,20 +83,21 @@ def round_e2m1(x):
     return torch.copysign((torch.round(a / step) * step).clamp(max=6), x)
 
 
-def e4m3_step(x):
-    """The distance of E4M3 numbers at x >= 0: 2^-9 below 2^-6, then an eighth of the power of two below x."""
-    return torch.ldexp(torch.ones_like(x), (torch.frexp(x.clamp(min=2 ** -7))[1] - 4).clamp(min=-9))
+def e4m3_power(x):
+    """Exponent of the distance of E4M3 numbers at x >= 0, FP32: -9 below 2^-6, then the power of two below x less 3.
+    From the bits: powers and logarithms of a GPU need not be exact."""
+    return ((x.contiguous().view(torch.int32) >> 23) - 130).clamp(min=-9)
 
 
 def round_e4m3(x):  # x >= 0; ties to even
     x = x.clamp(max=E4M3_MOST)
-    step = e4m3_step(x)
+    step = (e4m3_power(x) + 127 << 23).view(torch.float32)
     return torch.round(x / step) * step
 
 
 def e4m3_bits(x):  # of E4M3 numbers >= 0
-    step = e4m3_step(x)
-    code = torch.round(x / step) + 8 * (torch.log2(step) + 9)  # subnormals count on from 0
+    power = e4m3_power(x)
+    code = x / (power + 127 << 23).view(torch.float32) + 8 * (power + 9)  # subnormals count on from 0
     return code.to(torch.uint8)
 
 
@@ -326,13 +331,13 @@ def export(head, folder, fmt, note=None):
         if name not in divisors:
             tensors[name + ".weight"] = "BF16", bf16_bits(w)
             continue
-        q, s, scale = nvfp4(w, divisors[name])
-        a, sign = (q.abs() * 2).to(torch.uint8).cpu(), torch.signbit(q).to(torch.uint8).cpu()
+        q, s, scale = nvfp4(w.detach().cpu(), divisors[name].cpu())
+        a, sign = (q.abs() * 2).to(torch.uint8), torch.signbit(q).to(torch.uint8)
         code = torch.tensor([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], dtype=torch.uint8)[a.long()] | sign << 3
         code = code.reshape(w.shape[0], -1, 2)
         tensors[name + ".weight"] = "U8", (code[..., 0] | code[..., 1] << 4).numpy()
-        tensors[name + ".weight_scale"] = "F8_E4M3", e4m3_bits(s[..., 0]).cpu().numpy()
-        tensors[name + ".weight_scale_2"] = "F32", np.float32(scale.cpu().numpy())
+        tensors[name + ".weight_scale"] = "F8_E4M3", e4m3_bits(s[..., 0]).numpy()
+        tensors[name + ".weight_scale_2"] = "F32", np.float32(scale.numpy())
     ids = head.ids.cpu().numpy().astype(np.int64)
     known = np.zeros(c.vocab, np.uint8)
     known[ids] = 1

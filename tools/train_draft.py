@@ -18,6 +18,7 @@ import glob
 import json
 import math
 import os
+import signal
 import sys
 import time
 
@@ -34,6 +35,7 @@ STEPS = 7  # of the unroll: the deepest tree that is drawn by itself
 ANCHOR = 4  # positions that offsets leave alone
 DECAY = 0.99  # of the mean of alpha
 ETA = 3.0
+HELD = 0.02  # share of samples held out
 LAST = 0.1  # share of the steps with L_alpha alone and frozen tensor scales
 WEIGHT = 0.8  # of a step's loss for each step before it
 
@@ -59,8 +61,13 @@ def target_matrix(folder, name):
 
 
 def target_config(folder):
-    with open(os.path.join(folder, "config.json")) as f:
-        return json.load(f)
+    path = os.path.join(folder, "config.json")
+    with open(path) as f:
+        config = json.load(f)
+    for n in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"):
+        if n not in config:
+            sys.exit(f"{path}: {n} is missing: --target is the folder of the model")
+    return config
 
 
 def target_head(folder):
@@ -111,14 +118,19 @@ class Shards:
     def __init__(self, folder):
         self.shards, self.samples, self.meta = [], [], {}
         for path in sorted(glob.glob(os.path.join(folder, "features-*.safetensors"))):
-            t, self.meta = dm.read_safetensors(path)
+            t, meta = dm.read_safetensors(path)
+            for key in ("fingerprint", "layers"):
+                if self.shards and meta.get(key) != self.meta.get(key):
+                    sys.exit(f"{path}: {key} {meta.get(key)}, but {self.meta.get(key)} in the shards before it")
+            self.meta = meta
             for name, kind in self.FORM.items():
                 if name not in t or t[name][0] != kind:
                     sys.exit(f"{path}: expected a tensor {name} of {kind}: is it from `sala dump-features`?")
             s = {n: t[n][1] for n in self.FORM}
             n, starts = len(s["ids"]), s["starts"].astype(np.int64)
-            whole = [len(s["loss_mask"]), len(s["features"]), len(s["hidden"]), starts[-1]]
-            if any(x != n for x in whole) or starts[0] or (np.diff(starts) < 1).any():
+            h = self.shards[0]["hidden"].shape[1] if self.shards else s["hidden"].size // max(1, n)
+            whole = [(n,), (n, 3 * h), (n, h)] == [s[x].shape for x in ("loss_mask", "features", "hidden")]
+            if not whole or len(starts) < 2 or starts[0] or starts[-1] != n or (np.diff(starts) < 1).any():
                 sys.exit(f"{path}: its tensors are not of the same {n} tokens, or starts does not rise to that")
             self.samples += [(len(self.shards), int(a), int(b)) for a, b in zip(starts[:-1], starts[1:])]
             self.shards.append(s)
@@ -129,6 +141,14 @@ class Shards:
         for key in ("layers", "aux"):
             if key in self.meta:
                 self.aux = [int(x) for x in self.meta[key].strip("[]").replace(",", " ").split()]
+
+    def check(self, folder, matrix):
+        """Ends the program if these are not of the target whose head is `matrix`."""
+        most = max(int(s["ids"].max()) for s in self.shards)
+        if most >= len(matrix) or min(int(s["ids"].min()) for s in self.shards) < 0:
+            sys.exit(f"{folder}: token {most}, but the target has {len(matrix)} tokens: it is of another model")
+        if self.hidden != matrix.shape[1]:
+            sys.exit(f"{folder}: features of width {self.hidden}, but the target's is {matrix.shape[1]}")
 
     def pieces(self, samples, length):
         """(shard, begin, end, position of the first) of at most `length` tokens, those without loss left out."""
@@ -369,6 +389,8 @@ def rate(step, args):
 
 def new_head(args, data, samples, embedding):
     t = target_config(args.target)
+    if args.ffn % 16:
+        sys.exit(f"--ffn {args.ffn}: the engine takes multiples of 16")
     if args.init:
         head = dm.load(args.init, embedding, args.device, args.dtype)
     else:
@@ -396,12 +418,14 @@ def new_head(args, data, samples, embedding):
 
 
 # What a run that goes on must have in common with its beginning.
-SAME = ("data", "target", "init", "qat", "loss", "offset", "length", "rows", "lr", "seed", "held", "asked", "minutes")
+SAME = ("data", "target", "init", "qat", "loss", "offset", "length", "rows", "lr", "seed", "held", "asked", "minutes",
+        "draft_vocab", "ffn", "precision", "content")
 
 
-def save(path, head, adam, course, step, feed, args, seconds):
+def save(path, head, adam, course, step, feed, args, seconds, seen, total):
+    """`seen` tokens; `total`: the sums for the next line of the log."""
     state = dict(step=step, feed=list(feed), alpha=course.alpha, steps=args.steps, seconds=seconds, config=vars(head.c),
-                 settings={n: getattr(args, n) for n in SAME})
+                 seen=seen, total=total.tolist(), settings={n: getattr(args, n) for n in SAME})
     tensors = {"ids": ("I64", head.ids.cpu().numpy())}
     for name, w in head.master.items():
         for part, x in (("master", w), ("mean", adam.state[w]["exp_avg"]), ("square", adam.state[w]["exp_avg_sq"])):
@@ -414,11 +438,14 @@ def save(path, head, adam, course, step, feed, args, seconds):
 def restore(path, args, embedding):
     """-> the head, its optimizer, the rest of the state"""
     tensors, meta = dm.read_safetensors(path)
+    if "state" not in meta:
+        sys.exit(f"{path} is no checkpoint of this program: remove it, or name another --out")
     ck = json.loads(meta["state"])
     for n in SAME:
-        if ck["settings"][n] != getattr(args, n):
-            name = "steps" if n == "asked" else n
-            sys.exit(f"{path} is of a run with --{name} {ck['settings'][n]}: remove it, or name another --out")
+        was = ck["settings"].get(n)
+        if was != getattr(args, n):
+            name = {"asked": "--steps", "content": "data of"}.get(n, "--" + n.replace("_", "-"))
+            sys.exit(f"{path} is of a run with {name} {was}: remove it, or name another --out")
     part = lambda which: {n[len(which) + 1:]: torch.from_numpy(np.array(x)).to(args.device)
                           for n, (_, x) in tensors.items() if n.startswith(which + ".")}
     ids = torch.from_numpy(np.array(tensors["ids"][1]))
@@ -456,12 +483,70 @@ def cut_log(path, step):
                 log_row(path, row)
 
 
+def batch_size(data, args):
+    """Rows and their length where the command line is silent: 8 of 2048, of a small set so few that an epoch is 16
+    batches: memory and time of a step grow with both."""
+    longest = max(e - b for _, b, e in data.samples)
+    if not args.length:
+        args.length = min(2048, max(256, -(-longest // 64) * 64))
+    if not args.rows:
+        args.rows = min(8, max(1, sum(e - b for _, b, e in data.samples) // (16 * args.length)))
+
+
+class Patience:
+    """Says on stderr where a run stands, every five seconds, and fits the steps into --minutes."""
+
+    def __init__(self, args, step, spent):
+        self.args, self.told = args, not args.minutes or (step > 0 and args.steps != args.asked)
+        self.began, self.mark, self.said = time.time() - spent, None, time.time()
+
+    def note(self, step, loss):
+        """After a step. The first one is slow (compilers, caches), so the rest is judged by those behind it: a tenth of
+        the time long, or 20 of them and a twentieth of the time."""
+        now = time.time()
+        if self.mark is None:
+            self.mark = (step, now)
+        steps, seconds, left = step - self.mark[0], now - self.mark[1], self.args.minutes * 60 - (now - self.began)
+        spent = (now - self.began) / (60 * self.args.minutes or 1)
+        if not self.told and steps and spent >= (0.05 if steps >= 20 else 0.1):
+            self.args.steps = step + max(1, int(steps * left / seconds))
+            self.told = True
+        if now - self.said >= 5:
+            self.said, rest = now, (self.args.steps - step) * seconds / max(1, steps)
+            end = f"about {rest:.0f} s left" if self.told and steps else "steps are being timed"
+            print(f"  step {step}, {now - self.began:.0f} s, loss {loss:.4f}, {end}", file=sys.stderr, flush=True)
+
+
+class Interrupts:
+    """The first SIGINT or SIGTERM asks to stop (`number`), the second ends the program."""
+
+    def __enter__(self):
+        self.number, self.old = 0, {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+        for n in self.old:
+            signal.signal(n, self.ask)
+        return self
+
+    def ask(self, number, _):
+        self.number = number
+        self.__exit__()
+
+    def __exit__(self, *_):
+        for n, handler in self.old.items():
+            signal.signal(n, handler)
+
+
 def train(args):
     os.makedirs(args.out, exist_ok=True)
     data = Shards(args.data)
     matrix = target_head(args.target).float().to(args.device)
     embedding = target_matrix(args.target, "model.embed_tokens.weight")
+    data.check(args.data, matrix)
+    batch_size(data, args)
+    args.content = (f"{len(data.samples)} samples, {sum(e - b for _, b, e in data.samples)} tokens "
+                    f"({data.meta.get('fingerprint')}, {data.meta.get('data')})")
     every = max(2, min(round(1 / args.held), len(data.samples)))
+    if args.held == HELD:  # of a small set more, up to an eighth: tau of three samples says nothing
+        every = min(every, max(8, len(data.samples) // 16))
     held = [s for i, s in enumerate(data.samples) if i % every == every - 1][:256]
     samples = [s for i, s in enumerate(data.samples) if i % every != every - 1 or i // every >= 256]
     pieces, tests = data.pieces(samples, args.length), data.pieces(held, args.length)
@@ -480,54 +565,64 @@ def train(args):
     print(f"{parameters / 1e6:.1f} M parameters; {len(samples)} samples, {sum(e - b for _, b, e in samples)} tokens; "
           f"{len(held)} held out; the target's own answer agrees in "
           f"{100 * agreement(data, held, matrix, args.device):.2f} % of the tokens under loss", flush=True)
-    course, step, spent = Course(args.loss), 0, 0.0
+    batches = -(-len(pack(pieces, args.length)) // args.rows)
+    print(f"{args.rows} rows of {args.length} tokens a batch, {batches} batches an epoch", flush=True)
+    course, step, spent, seen, total = Course(args.loss), 0, 0.0, 0, torch.zeros(STEPS, 6)
     if ck:
-        course.alpha, step, spent = ck["alpha"], ck["step"], ck["seconds"]
+        course.alpha, step, spent, seen = ck["alpha"], ck["step"], ck["seconds"], ck["seen"]
+        total = torch.tensor(ck["total"])
     feed = Feed(data, pieces, args, tuple(ck["feed"]) if ck else (0, 0))
-    began, tenth, seen, total = time.time() - spent, 0, 0, torch.zeros(STEPS, 6)
+    clock = Patience(args, step, spent)
 
     def report(kind, loss, shares, out):
-        row = dict(step=step, kind=kind, seconds=round(time.time() - began, 1), lr=rate(step, args), loss=loss,
+        row = dict(step=step, kind=kind, seconds=round(time.time() - clock.began, 1), lr=rate(step, args), loss=loss,
                    tokens=seen)
         row.update({f"lambda_{k + 1}": -1.0 if shares[k] is None else shares[k] for k in range(STEPS)})
         row.update(out)
         row.setdefault("tau_greedy", float("nan"))
         log_row(table, row)
-        print(f"step {step}/{args.steps} {kind} {row['seconds']:.0f} s loss {loss:.4f} alpha "
+        print(f"step {step}/{args.steps if clock.told else '?'} {kind} {row['seconds']:.0f} s loss {loss:.4f} alpha "
               + " ".join(f"{out[f'alpha_{k + 1}']:.3f}" for k in range(STEPS))
-              + f" top1 {out['top1_1']:.3f} tau {out['tau_alpha']:.2f} greedy {row['tau_greedy']:.2f}", flush=True)
+              + f" top1 {out['top1_1']:.3f} tau {out['tau_alpha']:.2f}"
+              + (f" greedy {out['tau_greedy']:.2f}" if "tau_greedy" in out else ""), flush=True)
 
-    while step < args.steps:
-        last = step >= args.steps * (1 - LAST)
-        head.frozen = last and bool(head.divisors)
-        shares = course.shares(last)
-        batch = feed.next()
-        for group in adam.param_groups:
-            group["lr"] = rate(step, args)
-        loss, sums, _ = study(head, matrix, batch, shares)
-        adam.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(head.master.values(), 0.5)
-        adam.step()
-        step += 1
-        sums = sums.cpu()
-        course.learn([float(x[1] / x[0]) if x[0] > 0 else float("nan") for x in sums])
-        total, seen = total + sums, seen + int((batch["segment"] > 0).sum())
-        if step == 10:
-            tenth = time.time()
-        if args.minutes and step == 30 and tenth:  # the first steps are slow: compilers, caches
-            left = args.minutes * 60 - (time.time() - began)
-            args.steps = step + max(10, int(20 * left / (time.time() - tenth)))
-        if step % args.every == 0 or step == args.steps:
-            if step % (10 * args.every) == 0 or step == args.steps:
-                report("held", loss.item(), shares, examine(head, matrix, data, tests, args))
-            report("train", loss.item(), shares, figures(total))
-            total = torch.zeros(STEPS, 6)
-            save(path, head, adam, course, step, feed.state, args, time.time() - began)
-            plot(table, os.path.join(args.out, "train.svg"))
+    with Interrupts() as stop:
+        while step < args.steps and not stop.number:
+            last = step >= args.steps * (1 - LAST)
+            head.frozen = last and bool(head.divisors)
+            shares = course.shares(last)
+            batch = feed.next()
+            for group in adam.param_groups:
+                group["lr"] = rate(step, args)
+            loss, sums, _ = study(head, matrix, batch, shares)
+            adam.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(head.master.values(), 0.5)
+            adam.step()
+            step += 1
+            sums = sums.cpu()
+            course.learn([float(x[1] / x[0]) if x[0] > 0 else float("nan") for x in sums])
+            total, seen = total + sums, seen + int((batch["segment"] > 0).sum())
+            clock.note(step, loss.item())
+            due = step % args.every == 0 or step == args.steps
+            if due and not all(torch.isfinite(w).all() for w in head.master.values()):
+                sys.exit(f"step {step}: the weights are no numbers any more: lower --lr ({args.lr}) and begin anew")
+            if due:
+                if step % (10 * args.every) == 0 or step == args.steps:
+                    report("held", loss.item(), shares, examine(head, matrix, data, tests, args))
+                report("train", loss.item(), shares, figures(total))
+                total = torch.zeros(STEPS, 6)
+            if due or stop.number:
+                save(path, head, adam, course, step, feed.state, args, time.time() - clock.began, seen, total)
+            if due:
+                plot(table, os.path.join(args.out, "train.svg"))
+    if step < args.steps:
+        print(f"stopped behind step {step}; the same command goes on from {path}", flush=True)
+        return 128 + stop.number
     dm.export(head, os.path.join(args.out, "head"), "nvfp4" if args.qat else "bf16",
               dict(trained_steps=str(args.steps), seed=str(args.seed)))
     print(f"{os.path.join(args.out, 'head')}: {'NVFP4' if args.qat else 'BF16'}")
+    return 0
 
 
 # ---- the plot ----
@@ -577,10 +672,26 @@ def export_command(args):
 
 def evaluate_command(args):
     data, matrix = Shards(args.data), target_head(args.target).float().to(args.device)
+    data.check(args.data, matrix)
+    batch_size(data, args)
     head = dm.load(args.head, target_matrix(args.target, "model.embed_tokens.weight"), args.device, args.dtype)
     out = examine(head, matrix, data, data.pieces(data.samples, args.length), args)
     out["agreement"] = agreement(data, data.samples, matrix, args.device)
     print(json.dumps({n: round(float(x), 5) for n, x in out.items()}, indent=1))
+
+
+def within(kind, least, most):
+    """A number from `least` to `most`, for argparse."""
+    def read(text):
+        try:
+            x = kind(text)
+        except ValueError:
+            x = math.nan
+        if not least <= x <= most:
+            raise argparse.ArgumentTypeError(f"'{text}' is not {'a' if kind is float else 'a whole'} number "
+                                             f"from {least} to {most}")
+        return x
+    return read
 
 
 def main(words=None):
@@ -591,8 +702,10 @@ def main(words=None):
         c.add_argument("--target", required=True, help="the target's folder: its embedding and (unquantised) head")
     for c in (t, e):
         c.add_argument("--data", required=True, help="folder of `sala dump-features`")
-        c.add_argument("--length", type=int, default=2048, help="tokens of a row; longer samples are cut (%(default)s)")
-        c.add_argument("--rows", type=int, default=8, help="rows of a batch (%(default)s)")
+        c.add_argument("--length", type=within(int, 16, 1 << 24),
+                       help="tokens of a row; longer samples are cut (the longest, up to 2048)")
+        c.add_argument("--rows", type=within(int, 1, 1 << 16),
+                       help="rows of a batch (8; of a small set less); memory: rows x length^2")
         c.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
         c.add_argument("--precision", choices=("bf16", "fp32"), help="of activations (GPU: bf16, CPU: fp32)")
     for c in (x, e):
@@ -600,34 +713,43 @@ def main(words=None):
     for c in (t, x):
         c.add_argument("--out", required=True)
     x.add_argument("--format", choices=("nvfp4", "bf16"), default="nvfp4")
-    t.add_argument("--steps", type=int, default=2000)
-    t.add_argument("--minutes", type=float, default=0, help="as many steps as fit, told after 30 of them")
-    t.add_argument("--lr", type=float, default=1e-4, help="(%(default)s; small heads like 2e-3, --qat a third)")
+    t.add_argument("--steps", type=within(int, 1, 10**9), default=2000)
+    t.add_argument("--minutes", type=within(float, 0, 1e6), default=0,
+                   help="instead of --steps: as many as fit, from the first one on")
+    t.add_argument("--lr", type=within(float, 1e-12, 1), default=1e-4,
+                   help="(%(default)s; small heads like 2e-3, --qat a third)")
     t.add_argument("--loss", choices=("lk", "kl", "tv"), default="lk")
-    t.add_argument("--draft-vocab", type=int, default=0, help="tokens that the head knows (default: all)")
-    t.add_argument("--ffn", type=int, default=0, help="width of its MLP (default: the target's)")
-    t.add_argument("--offset", type=int, default=524288, help="positions are trained up to here; 0: no offsets")
+    t.add_argument("--draft-vocab", type=within(int, 0, 1 << 24), default=0,
+                   help="tokens that the head knows (default: all)")
+    t.add_argument("--ffn", type=within(int, 0, 1 << 20), default=0, help="width of its MLP (default: the target's)")
+    t.add_argument("--offset", type=within(int, 0, 1 << 30), default=524288,
+                   help="positions are trained up to here; 0: no offsets")
     t.add_argument("--init", help="begin with this head, whose vocabulary is kept")
     t.add_argument("--qat", action="store_true", help="weights as NVFP4 has them, and the head as NVFP4")
-    t.add_argument("--held", type=float, default=0.02, help="share of the samples held out, at most 256")
-    t.add_argument("--seed", type=int, default=1)
-    t.add_argument("--every", type=int, default=50, help="steps between lines of the log and checkpoints")
+    t.add_argument("--held", type=within(float, 1e-6, 0.5), default=HELD,
+                   help="share of the samples held out (%(default)s; of few samples up to an eighth), at most 256")
+    t.add_argument("--seed", type=within(int, 0, 2**63 - 1), default=1)
+    t.add_argument("--every", type=within(int, 1, 10**9), default=50,
+                   help="steps between lines of the log and checkpoints")
     args = p.parse_args(words)
     if args.command == "export":
         return export_command(args)
-    bf16 = args.precision == "bf16" or (not args.precision and args.device != "cpu")
-    args.dtype = torch.bfloat16 if bf16 else torch.float32
+    try:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError) as e:
+        p.error(f"--device {args.device}: {e}")
+    args.precision = args.precision or ("fp32" if args.device == "cpu" else "bf16")
+    args.dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
     torch.backends.cuda.matmul.allow_tf32 = True  # exact for products of BF16 numbers
     if args.command == "train":
         args.asked = args.steps
-        train(args)
-    else:
-        evaluate_command(args)
+        return train(args)
+    return evaluate_command(args)
 
 
 if __name__ == "__main__":
     try:
-        main()
+        sys.exit(main())
     except (OSError, ValueError) as e:
         sys.exit(f"train_draft.py: {e}")
     except KeyboardInterrupt:

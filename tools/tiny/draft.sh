@@ -5,12 +5,14 @@
 #
 #   sh tools/tiny/draft.sh            results: build/draft/, and $OUT/{draft.tar,draft-table.md,draft.log}
 #
-# MODEL, DEVICE (auto, cpu, cuda), PYTHON: what to use. SAMPLES, MINUTES, QAT_MINUTES or STEPS, QAT_STEPS: how much.
-# VOCAB: tokens of the draft. SEED: of data and training. What is there already is not made again: remove build/draft.
+# MODEL, DEVICE (auto, cpu, cuda), PYTHON: what to use. SECONDS_ALL: of the whole (470; the trainings take what the rest
+# leaves), or STEPS, QAT_STEPS. SAMPLES, EACH: prompts to train with, and of a class to measure with. LAYERS: what the
+# head reads. VOCAB: tokens that it knows. SEED: of data and training. The results are always those that are there by
+# now: a run may be cut. What is there already is not made again: remove build/draft.
 set -eu
 cd "$(dirname "$0")/../.." || exit 2
 model=${MODEL:-models/sala-tiny} device=${DEVICE:-auto} python=${PYTHON:-python3} seed=${SEED:-1}
-work=build/draft
+total=${SECONDS_ALL:-470} work=build/draft
 out=${OUT:-$work}
 mkdir -p "$work" "$out"
 log="$out/draft.log"
@@ -19,51 +21,78 @@ began=$(date +%s)
 say() {
     echo "[$(($(date +%s) - began)) s] $*" | tee -a "$log"
 }
+left() { echo $((total - ($(date +%s) - began))); }
 
 "$python" -c 'import torch, numpy' || { say "draft.sh: $python has no PyTorch or no numpy"; exit 2; }
-[ -x ./sala ] || make sala >>"$log" 2>&1
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 
 say "prompts"
-"$python" tools/tiny/draft_data.py train "${SAMPLES:-12000}" "$seed" >"$work/prompts.jsonl"
-"$python" tools/tiny/draft_data.py bench "${EACH:-8}" "$seed" >"$work/bench.jsonl"
+[ -x ./sala ] || make sala >>"$log" 2>&1 &
+builder=$!
+[ -s "$work/prompts.jsonl" ] ||
+    "$python" tools/tiny/draft_data.py train "${SAMPLES:-24000}" "$seed" >"$work/prompts.jsonl"
+[ -s "$work/bench.jsonl" ] || "$python" tools/tiny/draft_data.py bench "${EACH:-24}" "$seed" >"$work/bench.jsonl"
+wait $builder || { tail -n 3 "$log"; exit 1; }
 
 say "features of the model's own answers" # cut short, whole shards are as good
-timeout -s INT "${DUMP_SECONDS:-100}" ./sala dump-features -q -m "$model" --device "$device" --context 8K \
-    --data "$work/prompts.jsonl" --out "$work/features" --regenerate --answer-tokens 200 \
-    --parallel "${PARALLEL:-64}" --json >>"$log" 2>&1 ||
+timeout -k 10 -s INT "${DUMP_SECONDS:-90}" ./sala dump-features -q -m "$model" --device "$device" --context 8K \
+    --layers "${LAYERS:-1,4,6}" --data "$work/prompts.jsonl" --out "$work/features" --regenerate --answer-tokens 200 \
+    --parallel "${PARALLEL:-128}" --json >>"$log" 2>&1 ||
     [ -e "$work/features/features-00000.safetensors" ] || { tail -n 3 "$log"; exit 1; }
+say "$(find "$work/features" -name '*.safetensors' | wc -l) shards"
 
-train() { # NAME RATE MINUTES STEPS OPTIONS...
+train() { # NAME RATE SECONDS STEPS OPTIONS...: its log is NAME.log
     name=$1
-    amount="--lr $2 --minutes $3"
+    amount="--lr $2 --minutes $(awk -v s="$3" 'BEGIN { printf "%.2f", (s < 12 ? 12 : s) / 60 }')"
     [ -z "$4" ] || amount="--lr $2 --steps $4"
     shift 4
     [ ! -e "$work/$name/head/config.json" ] || return 0
-    say "training $name"
     # shellcheck disable=SC2086 # several words
-    "$python" tools/train_draft.py train --data "$work/features" --target "$model" --out "$work/$name" --seed "$seed" \
-        --every "${EVERY:-100}" --length "${LENGTH:-1024}" --rows "${ROWS:-16}" $amount "$@" >>"$log" 2>&1 ||
-        { tail -n 5 "$log"; exit 1; }
-    grep ' held ' "$log" | tail -n 1
+    "$python" -u tools/train_draft.py train --data "$work/features" --target "$model" --out "$work/$name" \
+        --seed "$seed" --every "${EVERY:-100}" --length "${LENGTH:-1024}" --rows "${ROWS:-16}" $amount "$@" \
+        >>"$work/$name.log" 2>&1
 }
-vocab="--draft-vocab ${VOCAB:-1024}"
-# shellcheck disable=SC2086
-train bf16 2e-3 "${MINUTES:-1.8}" "${STEPS:-}" --offset 32768 $vocab
-train qat 7e-4 "${QAT_MINUTES:-0.5}" "${QAT_STEPS:-}" --offset 32768 --init "$work/bf16/head" --qat
-# shellcheck disable=SC2086
-train plain 2e-3 "${MINUTES:-1.8}" "${STEPS:-}" --offset 0 $vocab
-"$python" tools/train_draft.py export --head "$work/bf16/head" --target "$model" --out "$work/rtn/head" >>"$log"
-
-set --
-for name in bf16 rtn qat plain; do
-    say "tau of $name"
+trained() { # NAME: what its log says
+    grep -e agrees -e 'draft vocabulary' "$work/$1.log" | tee -a "$log" || true
+    grep ' held ' "$work/$1.log" | tail -n 1 | tee -a "$log" || true
+    [ -e "$work/$1/head/config.json" ] || { say "$1: no head: $(tail -n 3 "$work/$1.log")" && return 1; }
+}
+measure() { # NAME: tau
     ./sala bench -q -m "$model" --device "$device" --spec all --prompts "$work/bench.jsonl" --repeat 1 --json \
-        --draft "$work/$name/head" --spec-tree 7,2,15 --context 24K >"$work/$name.json" 2>>"$log" ||
-        { tail -n 3 "$log"; exit 1; }
-    set -- "$@" "$name=$work/$name.json"
-done
-"$python" tools/tiny/draft_table.py "$@" >"$out/draft-table.md"
-tar cf "$out/draft.tar" -C "$work" bf16/head bf16/train.csv bf16/train.svg qat/head qat/train.csv rtn/head \
-    plain/train.csv
+        --gen-tokens "${GEN:-160}" --draft "$work/$1/head" --spec-tree 7,2,15 --max-context 24K --kv-tokens 25K >"$work/$1.new" \
+        2>"$work/$1.err" && mv "$work/$1.new" "$work/$1.json" || say "$1: no tau: $(tail -n 2 "$work/$1.err")"
+}
+results() { # whatever there is by now
+    set -- # NAME=FILE...
+    for name in bf16 rtn qat plain; do
+        [ ! -s "$work/$name.json" ] || set -- "$@" "$name=$work/$name.json"
+    done
+    [ $# -eq 0 ] || "$python" tools/tiny/draft_table.py --log "$work/bf16.log" "$@" >"$out/draft-table.md" || true
+    (cd "$work" && find . -name config.json -o -name 'train.*' -o -name '*.log' -o -name '*.json' -o -name '*.jsonl' \
+        ! -name prompts.jsonl -o -path '*/head/model.safetensors' | tar cf draft.new -T -)
+    mv "$work/draft.new" "$out/draft.tar"
+}
+
+vocab="--draft-vocab ${VOCAB:-1024}"
+# Behind the long trainings, which run beside each other: NVFP4 (a quarter of them), and 35 s to measure it.
+long=$((($(left) - 55) * 4 / 5)) # two starts of PyTorch
+say "training with and without offsets, $long s"
+# shellcheck disable=SC2086
+(train plain 2e-3 "$long" "${STEPS:-}" --offset 0 $vocab || true; trained plain && measure plain || true) &
+# shellcheck disable=SC2086
+train bf16 2e-3 "$long" "${STEPS:-}" --offset 32768 $vocab || true
+trained bf16 || exit 1
+results
+(
+    "$python" tools/train_draft.py export --head "$work/bf16/head" --target "$model" --out "$work/rtn/head" \
+        >>"$work/rtn.log" && measure rtn
+) &
+measure bf16 &
+say "training in NVFP4"
+train qat 7e-4 $(($(left) - 45)) "${QAT_STEPS:-}" --offset 32768 --init "$work/bf16/head" --qat || true
+results
+trained qat && measure qat
+wait
+results
 say "done"
-cat "$out/draft-table.md"
+cat "$out/draft-table.md" || exit 1
