@@ -7598,6 +7598,7 @@ enum { // values of cuda.h
     SALA__CU_NO_DEVICE = 100,
     SALA__CU_NOT_FOUND = 500,
     SALA__CU_DEVICE_MULTIPROCESSORS = 16,
+    SALA__CU_DEVICE_SHARED = 81, // bytes of a multiprocessor
     SALA__CU_DEVICE_MAJOR = 75,
     SALA__CU_DEVICE_MINOR = 76,
     SALA__CU_FUNCTION_MAX_DYNAMIC_SHARED = 8,
@@ -7707,6 +7708,7 @@ typedef struct sala__cuda { // zeroed while closed
     sala__cu_device device;
     char name[256], architecture[16];  // "NVIDIA H200", "sm_90"
     int major, minor, multiprocessors; // compute capability
+    int shared;                        // bytes of a multiprocessor
     size_t total_bytes;                // memory of the device
     size_t taken_bytes;                // by sala__cuda_alloc
     sala__cu_context context;          // the primary one, retained
@@ -7819,6 +7821,7 @@ static int sala__cuda_open_device(sala__cuda *c, int ordinal, sala_error *err) {
     snprintf(c->label, sizeof c->label, "cuda:%d (%s)", ordinal, c->name);
     c->api.cuDeviceTotalMem_v2(&c->total_bytes, c->device);
     c->api.cuDeviceGetAttribute(&c->multiprocessors, SALA__CU_DEVICE_MULTIPROCESSORS, c->device);
+    c->api.cuDeviceGetAttribute(&c->shared, SALA__CU_DEVICE_SHARED, c->device);
     c->api.cuDeviceGetAttribute(&c->major, SALA__CU_DEVICE_MAJOR, c->device);
     c->api.cuDeviceGetAttribute(&c->minor, SALA__CU_DEVICE_MINOR, c->device);
     // Blackwell's desktop chips have their FP4 instructions only under the name with an "a".
@@ -8444,15 +8447,18 @@ typedef struct sala__graph {    // a recorded verify pass
 
 #define SALA__GRAPHS 40
 #define SALA__SHARED_MOST 101376 // bytes a block may have on the smallest of our targets
+#define SALA__ROW_SHARED 122880  // more than half of a multiprocessor's, where there are 228 KiB
 
 typedef struct sala__gpu {
     sala__cuda cuda;
     const sala_dims *dims;
     int multiprocessors;
-    int rows, seqs; // bucket of the pass that is being launched
-    int tree_slots; // saved states that the trees need, see sala_gla_verify; 0 for chains
-    int early;      // kernels may start while the one before them ends (PDL)
-    int prefill;    // the pass is a chunk of a prompt: operations take that form
+    int rows, seqs;          // bucket of the pass that is being launched
+    int tree_slots;          // saved states that the trees need, see sala_gla_verify; 0 for chains
+    int early;               // kernels may start while the one before them ends (PDL)
+    int row_shared;          // bytes of a block of a whole product, see sala__launch_row
+    sala_gemm_norm_args due; // a norm that the next product makes; norm.rows 0: none
+    int prefill;             // the pass is a chunk of a prompt: operations take that form
     void *unpacked; // scratch for 4-bit weights of a prefill's product, see sala__unpack_weights
     size_t unpacked_bytes;
     int fp4;        // tests: 1 compiles for FP4 tensor cores, 2 without; 0: as the device has them
@@ -8635,11 +8641,64 @@ static void sala__launch_prefill_product(sala__gpu *g, sala_product_args *a) {
     sala__launch_norm(g, &a->norm);
 }
 
+// A product's norm by a block of the kernel that would have it behind the product: the same bits.
+static void sala__launch_due(sala__gpu *g) {
+    sala_product_args p;
+    memset(&p, 0, sizeof p);
+    p.kind = SALA_PRODUCT_NORM;
+    p.tokens = 8;
+    p.row_tiles = 1;
+    p.norm = g->due.norm;
+    p.norm.branch = NULL; // it is in x
+    p.arrivals = g->due.arrivals;
+    g->due.norm.rows = 0;
+    sala__launch(g, SALA__KERNEL_gemm_nvfp4, 1, 1, 1, SALA_GEMM4_SHARED, &p);
+}
+
+// The norm that is due is made by a product of it with `count` weights at w, or now.
+static void sala__take_due(sala__gpu *g, const sala_act *x, const sala_weight *w, int count,
+                           sala_product_args *p) {
+    const sala_norm_args *norm = &g->due.norm;
+    if (!norm->rows) return;
+    int can = p && x == norm->y && norm->divisor == 1;
+    for (int i = 0; can && i < count; i++) can = w[i].format == SALA_NVFP4;
+    if (!can) {
+        sala__launch_due(g);
+        return;
+    }
+    p->due = 1;
+    p->norm = *norm;
+    g->due.norm.rows = 0;
+}
+
+// Can a product with a norm leave that to whoever reads it?
+static int sala__is_whole(const sala_product_args *a) {
+    const sala_weight *w = a->gemm.w;
+    return a->kind == SALA_PRODUCT_NORM && a->gemm.rows <= 2 && w->format == SALA_NVFP4 &&
+           w->n % 32 == 0 && w->n <= SALA_ROW_K && sala_gemm_splits(w->n, w->k) == 4;
+}
+
+// One or two rows of x, NVFP4. Blocks of two products share a multiprocessor, but not two of one: of every
+// other product they take more than half of its memory, and one is on every multiprocessor.
+static void sala__launch_row(sala__gpu *g, sala_product_args *a) {
+    const sala_weight *w = a->gemm.w;
+    int rows = a->whole ? 32 : 128, pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1;
+    a->depth = w->k / 64 / (a->whole ? 4 : 1);
+    for (int i = 0; i < a->gemm.count; i++)
+        a->items += a->tiles[i] = (pair * w[i].n + rows - 1) / rows;
+    int grid = a->items < g->multiprocessors && !a->whole ? a->items : g->multiprocessors;
+    g->variant = a->kind;
+    sala__launch(g, SALA__KERNEL_gemm_nvfp4_row, (unsigned)grid, 1, 1,
+                 a->whole ? (size_t)g->row_shared : SALA_GEMM4_SHARED, a);
+    g->variant = 0;
+}
+
 // A product of verify with weights of one format. Two blocks a multiprocessor take the items in turn,
 // or one block that is twice as large.
 static void sala__launch_verify_product(sala__gpu *g, sala_product_args *a) {
     const sala_weight *w = a->gemm.w;
-    int four = sala__is_4bit(w->format), tokens = four ? SALA_GEMM4_TOKENS : SALA_GEMM_TOKENS;
+    int four = sala__is_4bit(w->format), broad = four && a->gemm.rows > SALA_GEMM4_TOKENS;
+    int tokens = broad ? SALA_BROAD_TOKENS : four ? SALA_GEMM4_TOKENS : SALA_GEMM_TOKENS;
     int pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1, kernel = SALA__KERNEL_gemm;
     int rows = SALA_GEMM_ROWS, tiles = 0;
     a->splits = a->kind == SALA_PRODUCT_NORM    ? sala_gemm_splits(w->n, w->k)
@@ -8651,8 +8710,9 @@ static void sala__launch_verify_product(sala__gpu *g, sala_product_args *a) {
     if (four) { // as many rows of x in each tile, in groups of eight
         a->tokens = ((a->gemm.rows + a->row_tiles - 1) / a->row_tiles + 7) / 8 * 8;
         kernel = w->format == SALA_NVFP4 ? SALA__KERNEL_gemm_nvfp4 : SALA__KERNEL_gemm_int4;
+        if (kernel == SALA__KERNEL_gemm_nvfp4 && a->tokens <= 16) rows *= 2;
         if (a->tokens > 16) kernel++; // gemm_..._wide
-        if (kernel == SALA__KERNEL_gemm_nvfp4) rows *= 2;
+        if (broad) kernel++, rows *= 2;
     }
     for (int i = 0; i < a->gemm.count; i++)
         tiles += a->tiles[i] = (pair * w[i].n + rows - 1) / rows;
@@ -8680,7 +8740,11 @@ static void sala__launch_product(sala__gpu *g, sala_product_args *a) {
             part.gemm.parts_at[part.gemm.count] = a->gemm.parts_at[i];
             part.gemm.y[part.gemm.count++] = a->gemm.y[i];
         }
-        if (part.gemm.count) sala__launch_verify_product(g, &part);
+        part.whole = sala__is_whole(&part);
+        if (part.whole || part.due)
+            sala__launch_row(g, &part);
+        else if (part.gemm.count)
+            sala__launch_verify_product(g, &part);
     }
 }
 
@@ -8689,6 +8753,7 @@ static void sala__launch_gemm(sala__gpu *g, const sala_gemm_args *a) {
     memset(&p, 0, sizeof p);
     p.kind = a->parts ? SALA_PRODUCT_PARTS : SALA_PRODUCT_PLAIN;
     p.gemm = *a;
+    sala__take_due(g, a->x, a->w, a->count, a->parts || a->y_f32 ? NULL : &p);
     sala__launch_product(g, &p);
 }
 
@@ -8703,6 +8768,7 @@ static void sala__launch_gemm_swiglu(sala__gpu *g, const sala_gemm_swiglu_args *
     p.gemm.y[0] = a->y;
     p.gemm.qx = a->qx;
     p.norm.quant = a->quant;
+    sala__take_due(g, a->x, &a->gate, 1, &p);
     sala__launch_product(g, &p);
     sala_quantize_args quantize = {a->rows, a->gate.n, a->y, a->quant};
     if (a->quant.codes && !a->qx.codes)
@@ -8722,6 +8788,7 @@ static void sala__launch_gemm_norm(sala__gpu *g, const sala_gemm_norm_args *a) {
     p.partial = a->partial;
     p.arrivals = a->arrivals;
     sala__launch_product(g, &p);
+    if (sala__is_whole(&p) && !g->prefill) g->due = *a;
 }
 
 // ---- launches: sparse attention ----
@@ -8906,6 +8973,8 @@ static void sala__launch_draft_grow(sala__gpu *g, const sala_draft_grow_args *a)
 
 // One operation, in the form of the pass.
 static void sala__run_gpu(sala__gpu *g, int operation, const void *args) {
+    if (operation != SALA__OP_gemm && operation != SALA__OP_gemm_swiglu)
+        sala__take_due(g, NULL, NULL, 0, NULL);
     switch (operation) {
     case SALA__OP_embed: sala__launch_embed(g, (const sala_embed_args *)args); break;
     case SALA__OP_rope_table: sala__launch_rope_table(g, (const sala_rope_args *)args); break;
@@ -9004,6 +9073,7 @@ static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) 
     g->dims = dims;
     g->multiprocessors = g->cuda.multiprocessors;
     g->early = 1;
+    g->row_shared = g->cuda.shared >= 228 << 10 ? SALA__ROW_SHARED : SALA_GEMM4_SHARED;
     sala__gpu_dims_option(dims, dims_option);
     double start = sala__now();
     int count = 1;
@@ -9017,7 +9087,9 @@ static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) 
         unsigned unit = sala__kernels[i].unit, before = g->units & ((1u << unit) - 1);
         int module = __builtin_popcount(before); // units are loaded in order
         if (g->units >> unit & 1)
-            code = sala__cuda_get_kernel(&g->cuda, module, sala__kernels[i].name, SALA__SHARED_MOST,
+            code = sala__cuda_get_kernel(&g->cuda, module, sala__kernels[i].name,
+                                         i == SALA__KERNEL_gemm_nvfp4_row ? (unsigned)g->row_shared
+                                                                          : SALA__SHARED_MOST,
                                          &g->kernels[i], err);
     }
     return code;
