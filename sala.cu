@@ -1511,10 +1511,11 @@ extern "C" __global__ void __launch_bounds__(SALA_GEMM4_THREADS, 1)
 // NVFP4 and one or two rows of x: the time goes from the end of one product to the beginning of the next.
 // So nobody waits while one block makes a norm: a product with a norm (whole) has items of 32 rows and all
 // of k, a warp for each quarter of each split, and adds its rows to x; every block that reads the norm makes
-// it (due). And a block of the next product fits beside one of this, 64 registers a thread, and has its
-// first weights when x comes. A warp has a ring of its own and waits for nobody.
+// it (due). A warp has a ring of its own and waits for nobody. Before the kernel in front is complete only
+// half of the ring is asked for: x would stand in line behind the rest.
 enum {
     SALA_ROW_STAGES = 4,
+    SALA_ROW_EARLY = 2,
     SALA_ROW_RING = SALA_ROW_STAGES * SALA_WEIGHTS, // of a warp
     SALA_ROW_XS = 16 * SALA_ROW_RING, // x: two rows with a norm, or a warp's 256 bytes a stage
     SALA_ROW_X = SALA_ROW_STAGES * 256,
@@ -1715,7 +1716,7 @@ SALA_DEVICE void sala_row_run(const sala_product_args *a, bool whole) {
     sala_row_find(a, whole, &feed);
     sala_row_copy_alphas(a, whole, (int)blockIdx.x, result);
 #pragma unroll
-    for (int i = 0; i < SALA_ROW_STAGES; i++) {
+    for (int i = 0; i < SALA_ROW_EARLY; i++) {
         sala_row_copy(&feed, i);
         sala_copy_commit();
     }
@@ -1723,8 +1724,9 @@ SALA_DEVICE void sala_row_run(const sala_product_args *a, bool whole) {
     sala_wait_grid();
     if (!whole) sala_row_norm(&a->norm, a->gemm.rows, by, result);
 #pragma unroll
-    for (int i = 0; whole && i < SALA_ROW_STAGES; i++) {
-        sala_row_copy_x(a, &feed, i);
+    for (int i = whole ? 0 : SALA_ROW_EARLY; i < SALA_ROW_STAGES; i++) {
+        if (i >= SALA_ROW_EARLY) sala_row_copy(&feed, i);
+        if (whole) sala_row_copy_x(a, &feed, i);
         sala_copy_commit();
     }
     sala_row_next(a, whole, &feed);
@@ -1753,9 +1755,8 @@ SALA_DEVICE void sala_row_run(const sala_product_args *a, bool whole) {
 }
 
 // Products as above, PLAIN and SWIGLU with a norm in front, NORM without its norm. Grid: min(items,
-// multiprocessors); whole: multiprocessors, so that the next product's blocks find no empty one where they
-// would settle in pairs. Reads weights once, x in every block. Twins: as above.
-extern "C" __global__ void __launch_bounds__(SALA_GEMM4_NARROW, 2)
+// multiprocessors). Reads weights once, x in every block. Twins: as above.
+extern "C" __global__ void __launch_bounds__(SALA_GEMM4_NARROW, 1)
     sala_gemm_nvfp4_row(const __grid_constant__ sala_product_args a) {
     sala_launch_next();
     if (a.whole)

@@ -7598,7 +7598,6 @@ enum { // values of cuda.h
     SALA__CU_NO_DEVICE = 100,
     SALA__CU_NOT_FOUND = 500,
     SALA__CU_DEVICE_MULTIPROCESSORS = 16,
-    SALA__CU_DEVICE_SHARED = 81, // bytes of a multiprocessor
     SALA__CU_DEVICE_MAJOR = 75,
     SALA__CU_DEVICE_MINOR = 76,
     SALA__CU_FUNCTION_MAX_DYNAMIC_SHARED = 8,
@@ -7708,7 +7707,6 @@ typedef struct sala__cuda { // zeroed while closed
     sala__cu_device device;
     char name[256], architecture[16];  // "NVIDIA H200", "sm_90"
     int major, minor, multiprocessors; // compute capability
-    int shared;                        // bytes of a multiprocessor
     size_t total_bytes;                // memory of the device
     size_t taken_bytes;                // by sala__cuda_alloc
     sala__cu_context context;          // the primary one, retained
@@ -7821,7 +7819,6 @@ static int sala__cuda_open_device(sala__cuda *c, int ordinal, sala_error *err) {
     snprintf(c->label, sizeof c->label, "cuda:%d (%s)", ordinal, c->name);
     c->api.cuDeviceTotalMem_v2(&c->total_bytes, c->device);
     c->api.cuDeviceGetAttribute(&c->multiprocessors, SALA__CU_DEVICE_MULTIPROCESSORS, c->device);
-    c->api.cuDeviceGetAttribute(&c->shared, SALA__CU_DEVICE_SHARED, c->device);
     c->api.cuDeviceGetAttribute(&c->major, SALA__CU_DEVICE_MAJOR, c->device);
     c->api.cuDeviceGetAttribute(&c->minor, SALA__CU_DEVICE_MINOR, c->device);
     // Blackwell's desktop chips have their FP4 instructions only under the name with an "a".
@@ -8447,7 +8444,6 @@ typedef struct sala__graph {    // a recorded verify pass
 
 #define SALA__GRAPHS 40
 #define SALA__SHARED_MOST 101376 // bytes a block may have on the smallest of our targets
-#define SALA__ROW_SHARED 122880  // more than half of a multiprocessor's, where there are 228 KiB
 
 typedef struct sala__gpu {
     sala__cuda cuda;
@@ -8456,7 +8452,6 @@ typedef struct sala__gpu {
     int rows, seqs;          // bucket of the pass that is being launched
     int tree_slots;          // saved states that the trees need, see sala_gla_verify; 0 for chains
     int early;               // kernels may start while the one before them ends (PDL)
-    int row_shared;          // bytes of a block of a whole product, see sala__launch_row
     sala_gemm_norm_args due; // a norm that the next product makes; norm.rows 0: none
     int prefill;             // the pass is a chunk of a prompt: operations take that form
     void *unpacked; // scratch for 4-bit weights of a prefill's product, see sala__unpack_weights
@@ -8678,18 +8673,16 @@ static int sala__is_whole(const sala_product_args *a) {
            w->n % 32 == 0 && w->n <= SALA_ROW_K && sala_gemm_splits(w->n, w->k) == 4;
 }
 
-// One or two rows of x, NVFP4. Blocks of two products share a multiprocessor, but not two of one: of every
-// other product they take more than half of its memory, and one is on every multiprocessor.
+// One or two rows of x, NVFP4: a product that has or leaves a norm.
 static void sala__launch_row(sala__gpu *g, sala_product_args *a) {
     const sala_weight *w = a->gemm.w;
     int rows = a->whole ? 32 : 128, pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1;
     a->depth = w->k / 64 / (a->whole ? 4 : 1);
     for (int i = 0; i < a->gemm.count; i++)
         a->items += a->tiles[i] = (pair * w[i].n + rows - 1) / rows;
-    int grid = a->items < g->multiprocessors && !a->whole ? a->items : g->multiprocessors;
+    int grid = a->items < g->multiprocessors ? a->items : g->multiprocessors;
     g->variant = a->kind;
-    sala__launch(g, SALA__KERNEL_gemm_nvfp4_row, (unsigned)grid, 1, 1,
-                 a->whole ? (size_t)g->row_shared : SALA_GEMM4_SHARED, a);
+    sala__launch(g, SALA__KERNEL_gemm_nvfp4_row, (unsigned)grid, 1, 1, SALA_GEMM4_SHARED, a);
     g->variant = 0;
 }
 
@@ -8740,10 +8733,11 @@ static void sala__launch_product(sala__gpu *g, sala_product_args *a) {
             part.gemm.parts_at[part.gemm.count] = a->gemm.parts_at[i];
             part.gemm.y[part.gemm.count++] = a->gemm.y[i];
         }
+        if (part.gemm.count == 0) continue;
         part.whole = sala__is_whole(&part);
         if (part.whole || part.due)
             sala__launch_row(g, &part);
-        else if (part.gemm.count)
+        else
             sala__launch_verify_product(g, &part);
     }
 }
@@ -9073,7 +9067,6 @@ static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) 
     g->dims = dims;
     g->multiprocessors = g->cuda.multiprocessors;
     g->early = 1;
-    g->row_shared = g->cuda.shared >= 228 << 10 ? SALA__ROW_SHARED : SALA_GEMM4_SHARED;
     sala__gpu_dims_option(dims, dims_option);
     double start = sala__now();
     int count = 1;
@@ -9087,9 +9080,7 @@ static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) 
         unsigned unit = sala__kernels[i].unit, before = g->units & ((1u << unit) - 1);
         int module = __builtin_popcount(before); // units are loaded in order
         if (g->units >> unit & 1)
-            code = sala__cuda_get_kernel(&g->cuda, module, sala__kernels[i].name,
-                                         i == SALA__KERNEL_gemm_nvfp4_row ? (unsigned)g->row_shared
-                                                                          : SALA__SHARED_MOST,
+            code = sala__cuda_get_kernel(&g->cuda, module, sala__kernels[i].name, SALA__SHARED_MOST,
                                          &g->kernels[i], err);
     }
     return code;

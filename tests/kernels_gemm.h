@@ -391,7 +391,9 @@ static gemm_norm_case gemm_norm_open(int rows, int k, int width) {
 static void gemm_norm_run(gemm_norm_case *c) {
     size_t bytes = (size_t)c->rows * (size_t)c->width * 2;
     int32_t arrivals[2];
+    int before = gpu->launches;
     sala__launch_gemm_norm(gpu, &c->a);
+    CHECK(gpu->launches == before + 1, "%d launches", gpu->launches - before);
     sala__take_due(gpu, NULL, NULL, 0, NULL);
     device_sync();
     from_device(c->x, c->a.norm.x, bytes);
