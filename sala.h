@@ -9421,9 +9421,10 @@ typedef struct sala__policy {
     int32_t level, level_calm;  // what runs; steps in a row in which another looked better
     int64_t step, retry_from;   // verifies; level 0 is left for a new trial from this one on
     int32_t retry;              // steps from one such trial to the next
+    int32_t cold;               // measurements that do not count yet: 1 on a GPU
     int32_t told;               // that trees were left
     double price, credit;       // plain steps: of the last trees (0: unknown); that trees may lose
-    int32_t drawn;              // trees of that step
+    int32_t drawn, beside;      // trees of that step, and its sequences
     double yield[SALA__LEVELS]; // tokens of a verify, per sequence
     int32_t tried[SALA__LEVELS], given[SALA__LEVELS]; // trees since the trial began, their tokens
     sala__least draft[SALA__LEVELS];                  // seconds of making all trees of a step
@@ -11481,6 +11482,8 @@ static void sala__test_tree(const sala *s, sala__request *r, const sala__shape *
 static const sala__shape sala__shapes[SALA__LEVELS] = {{0, 1, 1}, {3, 1, 4}, {7, 2, 15}};
 static const double sala__hopes[SALA__LEVELS] = {1, 2.2, 3}; // tokens of a verify, unseen
 static const double sala__credit[2] = {8, 32};               // of a trial; the most that trees earn
+// Steps: before the first trial on a CPU, where a tree may cost eight plain steps; to the next, doubled each time.
+static const int sala__first_trial = 64, sala__first_retry = 1 << 10;
 static const int sala__cost_rows[SALA__COSTS] = {1,  2,  3,  4,  6,  8,   12,  16,
                                                  24, 32, 48, 64, 96, 128, 192, 256};
 
@@ -11495,9 +11498,9 @@ static double sala__least_value(const sala__least *m) {
     return m->count > 32 && m->before < m->now ? m->before : m->now;
 }
 
-// The first one may hold what happens only once (kernels that are loaded, a graph that is recorded).
-static int sala__least_known(const sala__least *m) {
-    return m->count >= 2;
+// On a GPU the first one may hold what happens only once (kernels that are loaded, a graph that is recorded).
+static int sala__known(const sala__policy *p, const sala__least *m) {
+    return m->count > p->cold;
 }
 
 static int sala__cost_index(int rows) {
@@ -11510,7 +11513,7 @@ static int sala__cost_index(int rows) {
 static double sala__cost_at(const sala__policy *p, int i) {
     double least = sala__least_value(&p->cost[i]);
     for (; i < SALA__COSTS; i++)
-        if (sala__least_known(&p->cost[i])) least = fmin(least, sala__least_value(&p->cost[i]));
+        if (sala__known(p, &p->cost[i])) least = fmin(least, sala__least_value(&p->cost[i]));
     return least;
 }
 
@@ -11518,8 +11521,8 @@ static double sala__cost_at(const sala__policy *p, int i) {
 // so that what is not known gets a trial. 0: nothing is known.
 static double sala__cost(const sala__policy *p, int rows) {
     int i = sala__cost_index(rows), low = i, high = i;
-    while (low >= 0 && !sala__least_known(&p->cost[low])) low--;
-    while (high < SALA__COSTS && !sala__least_known(&p->cost[high])) high++;
+    while (low >= 0 && !sala__known(p, &p->cost[low])) low--;
+    while (high < SALA__COSTS && !sala__known(p, &p->cost[high])) high++;
     if (low < 0) return high < SALA__COSTS ? sala__cost_at(p, high) : 0;
     if (high == SALA__COSTS || high == low) return sala__cost_at(p, low);
     double share = (double)(sala__cost_rows[i] - sala__cost_rows[low]) /
@@ -11543,8 +11546,8 @@ static void sala__load_level(sala__policy *p, int sequences) {
 // Plain steps that a step with trees takes, by what was measured; 0: not known yet.
 static double sala__price(const sala__policy *p, int level, int sequences) {
     const sala__least *draft = &p->draft[level];
-    if (!sala__least_known(draft)) draft = &p->draft[SALA__LEVELS - level]; // the other one
-    if (!sala__least_known(draft)) return 0;
+    if (!sala__known(p, draft)) draft = &p->draft[SALA__LEVELS - level]; // the other one
+    if (!sala__known(p, draft)) return 0;
     double step = sala__cost(p, sequences * p->shape[level].nodes) + sala__least_value(draft);
     double plain = sala__cost(p, sequences);
     return plain > 0 ? step / plain : 0;
@@ -11565,6 +11568,11 @@ static int sala__level_failed(const sala__policy *p) {
     return p->credit < 0 || (tried >= 16 && tried < 32 && p->given[p->level] < 1.3 * tried);
 }
 
+// Were trees left since they do not pay? On a CPU the first trial may still be to come.
+static int sala__left(const sala__policy *p) {
+    return p->cap && !p->level && p->retry > sala__first_retry;
+}
+
 // The level of this step: what the load allows and measurements do not speak against for 16 steps.
 static void sala__choose_level(sala__policy *p, int sequences) {
     sala__load_level(p, sequences);
@@ -11580,7 +11588,7 @@ static void sala__choose_level(sala__policy *p, int sequences) {
     int best = p->cap, failed = sala__level_failed(p);
     for (; best > 0 && !failed; best--) {
         double gain = sala__gain(p, best, sequences);
-        if (gain == 0 || gain > (best == p->level ? 1.03 : 1.10)) break;
+        if (gain == 0 ? p->yield[best] > 1 : gain > (best == p->level ? 1.03 : 1.10)) break;
     }
     if (failed) best = 0;
     p->level_calm = best == p->level ? 0 : p->level_calm + 1;
@@ -11609,6 +11617,7 @@ static void sala__plan_review(sala__policy *p, sala__request *r) {
     if (c->source != SALA_DRAFT_NGRAM && c->aligned) c->aligned += given;
     if (c->source == SALA_DRAFT_EAGLE) {
         p->given[c->level] += given;
+        p->price = sala__price(p, c->level, p->beside);
         if (p->price > 0)
             p->credit = fmin(p->credit + (given - p->price) / p->drawn, sala__credit[1]);
         if (++p->tried[c->level] == 16) p->yield[c->level] = p->given[c->level] / 16.0;
@@ -11722,7 +11731,7 @@ static int sala__plan_heads(sala *s, sala__request **active, int count, int spar
         which[i]->spec.level = p->level;
     }
     sala__least_add(&p->draft[p->level], sala__now() - began);
-    p->price = sala__price(p, p->level, count);
+    p->beside = count;
     p->drawn = n;
     return code;
 }
@@ -11739,13 +11748,14 @@ static int sala__plan_trees(sala *s, sala__request **active, int count, int rows
     p->step++;
     int level = p->level;
     sala__choose_level(p, count);
-    if (p->trees && level && !p->level && p->cap && p->tried[level] >= 16 && !p->told++)
+    if (p->trees && level && !p->level && p->cap && p->tried[level] && !p->told++)
         sala__log(&s->env, SALA_LOG_INFO,
-                  "the draft head does not pay: its last %d trees gave %.2f tokens each; it gets "
-                  "another trial after %d steps",
-                  p->tried[level], (double)p->given[level] / p->tried[level], p->retry);
-    int used = count, known = p->forced || sala__least_known(&p->cost[sala__cost_index(count)]);
-    for (int i = 0; i < count; i++) active[i]->spec.paused = p->trees && p->cap && !p->level;
+                  "the draft head does not pay: a tree gave %.2f tokens (mean of %d) in the time "
+                  "of %.2f; "
+                  "it gets another trial after %d steps",
+                  (double)p->given[level] / p->tried[level], p->tried[level], p->price, p->retry);
+    int used = count, known = p->forced || sala__known(p, &p->cost[sala__cost_index(count)]);
+    for (int i = 0; i < count; i++) active[i]->spec.paused = p->trees && sala__left(p);
     for (int i = 0; i < count && p->chains; i++) {
         int more = sala__plan_chain(s, active[i], count, used, rows - used, err);
         if (more < 0) return more;
@@ -11788,8 +11798,15 @@ static int sala__spec_open(sala *s, sala_error *err) {
     p->credit = sala__credit[0];
     p->fixed = shape != NULL && sala__shape_read(shape, &p->shape[1]) == 0;
     if (p->fixed) p->shape[2] = p->shape[1];
-    p->cap = p->level = SALA__LEVELS - 1;
-    p->retry = 1 << 10;
+    p->cap = SALA__LEVELS - 1;
+    p->level = p->cap;
+    if (!s->on_gpu && !p->forced && !test) { // after a while
+        p->level = 0;
+        p->yield[1] = p->yield[2] = 1;
+        p->retry_from = sala__first_trial;
+    }
+    p->cold = s->on_gpu;
+    p->retry = sala__first_retry;
     return 0;
 }
 
@@ -11811,7 +11828,7 @@ static void sala__spec_text(const sala *s, char *text, size_t size) {
                       many->depth, many->topk, many->nodes);
     if (p->on && !p->trees && !p->forced)
         snprintf(text + n, size - (size_t)n, "; no draft head was named");
-    if (p->trees && p->cap && !p->level)
+    if (p->trees && sala__left(p))
         snprintf(text + n, size - (size_t)n, "; at present no trees: measured, they do not pay");
 }
 /* -----------------------------------------------------------------------------------------------
