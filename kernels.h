@@ -949,8 +949,11 @@ SALA_FN int32_t sala_state_place(int32_t key, int32_t column) {
 
 #define SALA_GEMM4_THREADS 256 // with weights of 4 bits
 #define SALA_GEMM4_NARROW 512  // NVFP4 and up to 16 rows of x: items have 128 rows of weights
-#define SALA_GEMM4_TOKENS 48
+#define SALA_GEMM4_TOKENS 48   // rows of x at a time; with more rows than that these:
+#define SALA_BROAD_ROWS 128    // rows of w a block takes at a time
+#define SALA_BROAD_TOKENS 96   // and rows of x
 #define SALA_GEMM4_SHARED (99 << 10)
+#define SALA_ROW_K 4096 // NVFP4, one or two rows of x: most columns of x that a block keeps
 
 // Into how many sums of consecutive k a block-spanning product is split, by the matrix's shape alone,
 // so that about 256 blocks share it. A row's result is the sum of the splits in order, a split's the
@@ -970,6 +973,7 @@ typedef struct sala_product_args {
     int32_t tiles[SALA_GEMM_MAX]; // of SALA_GEMM_ROWS (or a prefill shape's) rows, of each weight
     int32_t tokens, depth;        // rows of x of an item; stages of 64 k
     int32_t shape;                // prefill: index into SALA_PREFILL_SHAPES
+    int32_t whole, due;           // one or two rows of x: see sala_row_run
     sala_gemm_args gemm;
     sala_norm_args norm; // this and what follows as in sala_gemm_norm_args
     float *partial;
@@ -1125,8 +1129,11 @@ typedef struct sala_sample_args {
     X(quantize, sala_quantize_args, 256, 3)                                                        \
     X(gemm_nvfp4, sala_product_args, 512, 4)                                                       \
     X(gemm_nvfp4_wide, sala_product_args, 256, 4)                                                  \
+    X(gemm_nvfp4_broad, sala_product_args, 256, 4)                                                 \
+    X(gemm_nvfp4_row, sala_product_args, 512, 4)                                                   \
     X(gemm_int4, sala_product_args, 256, 5)                                                        \
     X(gemm_int4_wide, sala_product_args, 256, 5)                                                   \
+    X(gemm_int4_broad, sala_product_args, 256, 5)                                                  \
     X(prefill_fp4, sala_product_args, 128, 6)                                                      \
     X(norm_quant, sala_norm_args, 128, 6)                                                          \
     X(capture, sala_capture_args, 256, 7)                                                          \

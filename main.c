@@ -105,8 +105,16 @@ static int take_event(generation *g, const sala_event *e) {
 
 static int save(sala *engine, int64_t id, const char *path) { // returns an exit code
     sala_error err;
-    if (sala_save(engine, id, path, &err) == 0) return CLI_OK;
-    return cli_fail(CLI_OUTPUT, "cannot save the session: %s", err.text);
+    int code = sala_save(engine, id, path, &err);
+    cli_progress_clear();
+    return code == 0 ? CLI_OK : cli_fail(CLI_OUTPUT, "cannot save the session: %s", err.text);
+}
+
+static int load(sala *engine, const char *path, sala_session *session) { // returns an exit code
+    sala_error err;
+    int64_t id = sala_load(engine, path, session, &err);
+    cli_progress_clear();
+    return id > 0 ? CLI_OK : cli_fail(CLI_FAILED, "%s", err.text);
 }
 
 static int generate_on(generation *g, int64_t id);
@@ -213,7 +221,7 @@ static int run_arguments(cli_args *a, run_input *in) { // returns 0, or -1: retu
         if (id == RUN_CHAT) in->chat = 1;
         if (id == RUN_SYSTEM) in->system = a->value;
         if (id == RUN_ECHO) in->echo = 1;
-        if (id == RUN_TREE) a->request.want_trees = 1;
+        if (id == RUN_TREE) a->request.want_trees = 1, a->asked = "show-tree";
         if (id == RUN_SAVE) in->save = a->value;
         if (id == RUN_LOAD) in->load = a->value;
         if (id != 'p') continue;
@@ -227,7 +235,10 @@ static int run_arguments(cli_args *a, run_input *in) { // returns 0, or -1: retu
     if (a->request.logprobs && !a->json) a->code = cli_fail(CLI_USAGE, "--logprobs needs --json");
     if (a->code == CLI_OK && in->file) a->code = cli_read_file(in->file, &in->prompt);
     if (in->load && in->chat) a->code = cli_fail(CLI_USAGE, "--load and --chat: use sala chat");
+    if (a->code == CLI_OK && in->save) a->code = cli_check_place(in->save);
     a->request.keep = in->save != NULL;
+    if (a->code == CLI_OK && in->prompt.data && !in->prompt.size && !in->chat && !cli_quiet)
+        fprintf(stderr, "sala: the prompt is empty: the text begins with whatever is likeliest\n");
     if (a->code == CLI_OK && !in->prompt.data && !in->load) {
         cli_append(&in->prompt, story, strlen(story));
         in->echo |= !a->json && !in->chat;
@@ -306,16 +317,19 @@ static int run_generate(cli_args *a, sala *engine, run_input *in) {
     size_t logprobs_size = 0;
     int code = run_prompt(a, engine, in);
     sala_session session = {0};
-    sala_error err;
     g.engine = engine;
     g.print = !a->json;
     g.save = in->save;
-    if (code == CLI_OK && in->load && sala_load(engine, in->load, &session, &err) < 0)
-        code = cli_fail(CLI_FAILED, "%s", err.text);
+    if (code == CLI_OK && in->load) code = load(engine, in->load, &session);
     if (session.request && in->prompt.data)
         code = cli_fail(CLI_USAGE,
                         "%s was saved in the middle of a text: give no prompt, and it goes on",
                         in->load);
+    else if (session.request && a->asked)
+        code = cli_fail(CLI_USAGE,
+                        "%s was saved in the middle of a text, which goes on as it was asked for: "
+                        "give no --%s",
+                        in->load, a->asked);
     a->request.sequence = session.sequence;
     if (a->request.logprobs) g.logprobs = open_memstream(&logprobs, &logprobs_size);
     if (in->echo && g.print && in->prompt.data) g.shown = &in->prompt;
@@ -327,9 +341,9 @@ static int run_generate(cli_args *a, sala *engine, run_input *in) {
         }
         if (g.logprobs) fflush(g.logprobs);
         if (g.finish_reason && a->json) run_json(a, &g, in, logprobs);
-        // On a terminal the end line must not stand behind the text; elsewhere stdout holds the
-        // text alone.
-        if (g.print && g.text.size && g.text.data[g.text.size - 1] != '\n' && isatty(STDOUT_FILENO))
+        // A text ends with a newline, but for one that another run may continue: its pieces join.
+        if (g.print && g.text.size && g.text.data[g.text.size - 1] != '\n' &&
+            (!in->save || isatty(STDOUT_FILENO)))
             putchar('\n'), cli_text_open = 0;
         int unwritten = cli_flush();
         if (unwritten) code = unwritten;
@@ -347,7 +361,8 @@ static int sala_run(int argc, char **argv) {
     cli_start(&a, &run_command, argc, argv);
     a.options.reuse = "off"; // there is one request
     if (run_arguments(&a, &in) == 0 && (engine = cli_open(&a)) != NULL)
-        a.code = run_generate(&a, engine, &in);
+        a.code = cli_check_tokens(&a, engine);
+    if (engine && a.code == CLI_OK) a.code = run_generate(&a, engine, &in);
     sala_close(engine);
     cli_free(&in.prompt);
     cli_free(&in.tokens);
@@ -366,14 +381,15 @@ enum { CHAT_SYSTEM = CLI_OWN, CHAT_SESSION };
 static const cli_option chat_options[] = {
     {CHAT_SYSTEM, "system", "TEXT", "system prompt (default: none)"},
     {CHAT_SESSION, "session", "FILE",
-     "go on with the conversation saved there, save it at the end"},
+     "go on with the conversation saved there; save it at the end, also when the terminal goes"},
     {0, NULL, NULL, NULL},
 };
 
 static const char chat_help[] =
-    "/reset       forget the conversation\n"
+    "/reset       forget the conversation, at the end in the file of --session too\n"
     "/system TEXT set the system prompt and forget the conversation\n"
     "/stats       what the conversation holds and what the last turn cost\n"
+    "/save [FILE] save the conversation now (default: the file of --session)\n"
     "/quit        end (so does Ctrl-D)\n"
     "A backslash at the end of a line continues the message in the next one.\n"
     "Ctrl-C stops an answer; at the prompt it ends the program.\n";
@@ -383,7 +399,7 @@ static const cli_command chat_command = {
     "chat [-m DIR] [--system TEXT] [options]\n\n"
     "A conversation by the model's chat template. It stays in the K/V cache and the states:\n"
     "each turn reads only what is new. From a pipe every line is a turn. Lines that begin with\n"
-    "/ are commands: /help, /reset, /system TEXT, /stats, /quit.\n",
+    "/ are commands: /help, /reset, /system TEXT, /stats, /save [FILE], /quit.\n",
     chat_options,
     CLI_REQUEST | CLI_ENGINE,
     "  sala chat\n"
@@ -401,6 +417,8 @@ typedef struct chat {
     int32_t last;     // the pending token: chosen last and not yet processed; -1: none
     cli_buffer owed;  // int32: what is left of a turn whose reading was interrupted
     int64_t turns;
+    const char *session;  // the file of the conversation, or NULL
+    int forgotten;        // the user gave up the conversation, so that its file is out of date
     int refused;          // a message did not fit: an exit code, where nobody reads along
     sala_timings timings; // of the last turn
 } chat;
@@ -474,7 +492,8 @@ static int chat_turn(chat *c, const char *text) {
     request.keep = 1;
     if (!request.max_tokens) request.max_tokens = 256;
     int64_t room = info.context - c->length - request.token_count;
-    if (request.max_tokens > room) request.max_tokens = room;
+    int full = request.max_tokens > room; // the context ends before the answer has to
+    if (full) request.max_tokens = room;
     if (room < 1) {
         cli_fail(0,
                  "the context is full: %lld tokens of conversation and %lld of this message do not "
@@ -494,8 +513,9 @@ static int chat_turn(chat *c, const char *text) {
     if (g.text.size && g.text.data[g.text.size - 1] != '\n') putchar('\n');
     if (cli_flush()) code = CLI_OUTPUT;
     if (g.finish_reason == SALA_FINISH_LENGTH && !cli_quiet)
-        fprintf(stderr, "sala: (stopped after %lld tokens: --max-tokens or the context)\n",
-                (long long)g.timings.output_tokens);
+        fprintf(stderr, "sala: (stopped after %lld tokens: %s)\n",
+                (long long)g.timings.output_tokens,
+                full ? "the context is full (--context)" : "no more were asked for (--max-tokens)");
     generation_free(&g);
     cli_free(&tokens);
     return code;
@@ -504,12 +524,34 @@ static int chat_turn(chat *c, const char *text) {
 static void chat_stats(const chat *c) {
     sala_info i;
     sala_get_info(c->engine, &i);
-    fprintf(stderr, "turns: %lld; conversation: %lld of %lld tokens\n", (long long)c->turns,
-            (long long)c->length, (long long)i.context);
+    fprintf(stderr, "turns: %lld; conversation: %lld of %lld tokens%s\n", (long long)c->turns,
+            (long long)c->length, (long long)i.context,
+            c->length && !c->turns ? ", all of them from the file" : "");
     if (!c->turns) return;
     fprintf(stderr, "last turn: %lld tokens read, %lld written\n",
             (long long)c->timings.prompt_tokens, (long long)c->timings.output_tokens);
     cli_print_timings(&c->timings);
+}
+
+// Returns an exit code.
+static int chat_save(const chat *c, const char *path) {
+    int code = c->sequence ? save(c->engine, c->sequence, path) : CLI_OK;
+    if (code != CLI_OK || cli_quiet) return code;
+    if (c->sequence)
+        fprintf(stderr, "The conversation of %lld tokens is in %s.\n", (long long)c->length, path);
+    else
+        fprintf(stderr, "There is no conversation to save.\n");
+    return code;
+}
+
+// At the end: what was said goes to the file, and what was forgotten from it. Returns an exit code.
+static int chat_end(const chat *c) {
+    if (c->sequence) return chat_save(c, c->session);
+    if (!c->forgotten || access(c->session, F_OK) != 0) return CLI_OK;
+    if (unlink(c->session) != 0)
+        return cli_fail(CLI_OUTPUT, "%s: cannot remove: %s", c->session, strerror(errno));
+    if (!cli_quiet) fprintf(stderr, "The conversation was forgotten: %s is removed.\n", c->session);
+    return CLI_OK;
 }
 
 // A line that begins with '/'. Returns 1 when it ends the program.
@@ -521,12 +563,19 @@ static int chat_slash(chat *c, const char *line) {
         fputs(chat_help, stderr);
     } else if (word == 6 && memcmp(line, "/stats", word) == 0) {
         chat_stats(c);
+    } else if (word == 5 && memcmp(line, "/save", word) == 0) {
+        if (*rest || c->session)
+            chat_save(c, *rest ? rest : c->session);
+        else
+            cli_fail(0, "/save needs a file: there is no --session");
     } else if (word == 6 && memcmp(line, "/reset", word) == 0) {
         chat_reset(c);
+        c->forgotten = 1;
     } else if (word == 7 && memcmp(line, "/system", word) == 0) {
         free(c->system);
         c->system = *rest ? cli_copy(rest) : NULL;
         chat_reset(c);
+        c->forgotten = 1;
     } else {
         cli_fail(0, "unknown command %.*s; /help lists them", (int)word, line);
     }
@@ -562,32 +611,75 @@ static int chat_loop(chat *c) {
     return code;
 }
 
-// Take up the conversation of a file, if there is one. Returns an exit code.
-static int chat_load(chat *c, const char *path) {
+// What the last but `back` turn of a conversation says, for sala_free; NULL: there is no such turn.
+static char *chat_turn_text(sala *engine, const int32_t *tokens, int64_t count, int back) {
+    static const char begin[] = "<|im_start|>";
+    int32_t *mark;
+    int64_t n = sala_tokenize(engine, begin, strlen(begin), SALA_PARSE_SPECIAL, &mark, NULL), at;
+    for (at = count - n; n > 0 && at >= 0; at--) {
+        if (memcmp(tokens + at, mark, (size_t)n * sizeof *mark) != 0) continue;
+        if (back-- == 0) break;
+        count = at;
+    }
+    if (n >= 0) sala_free(engine, mark);
+    if (n <= 0 || at < 0) return NULL;
+    char *text = sala_detokenize(engine, tokens + at + n, count - at - n, 0, NULL, NULL);
+    char *line = text ? strchr(text, '\n') : NULL; // behind the role
+    size_t bytes = line ? strlen(line + 1) : 0;
+    while (bytes && strchr(" \n", line[bytes])) bytes--;
+    if (line) memmove(text, line + 1, bytes);
+    if (text) text[bytes] = 0;
+    return text;
+}
+
+// Show what was said last: the question and its answer. Returns an exit code.
+static int chat_recall(const chat *c) {
+    const int32_t *tokens = NULL;
+    int64_t count = sala_history(c->engine, c->sequence, &tokens, NULL);
+    char *question = chat_turn_text(c->engine, tokens, count, 1);
+    char *answer = chat_turn_text(c->engine, tokens, count, 0);
+    int code = question && answer ? CLI_OK : CLI_FAILED;
+    if (code != CLI_OK)
+        cli_fail(code, "%s is no conversation, as it has no turns: sala run --load goes on with it",
+                 c->session);
+    else if (!cli_quiet)
+        fprintf(stderr, "A conversation of %lld tokens goes on. Its end:\n> %s\n%s\n",
+                (long long)c->length, question, answer);
+    sala_free(c->engine, question);
+    sala_free(c->engine, answer);
+    return code;
+}
+
+// Take up the conversation of the file, if there is one. Returns an exit code.
+static int chat_load(chat *c) {
+    const char *path = c->session;
     sala_session session = {0};
-    sala_error err;
     if (access(path, F_OK) != 0) return CLI_OK;
-    if (sala_load(c->engine, path, &session, &err) < 0) return cli_fail(CLI_FAILED, "%s", err.text);
+    int code = load(c->engine, path, &session);
+    if (code != CLI_OK) return code;
     if (session.request)
         return cli_fail(CLI_FAILED, "%s was saved in the middle of a text: sala run --load ends it",
                         path);
     c->sequence = session.sequence;
     c->length = session.token_count;
     c->last = session.last;
-    if (!cli_quiet)
-        fprintf(stderr, "A conversation of %lld tokens goes on.\n", (long long)c->length);
+    if ((code = chat_recall(c)) != CLI_OK) return code;
+    if (c->system)
+        fprintf(stderr,
+                "sala: warning: the conversation in %s has begun without this --system, which "
+                "begins the next one (/reset)\n",
+                path);
     return CLI_OK;
 }
 
 static int sala_chat(int argc, char **argv) {
     cli_args a;
     chat c = {0};
-    const char *session = NULL;
     int id;
     cli_start(&a, &chat_command, argc, argv);
     while ((id = cli_next(&a)) > 0) {
         if (id == CHAT_SESSION) {
-            session = a.value;
+            c.session = a.value;
             continue;
         }
         free(c.system);
@@ -595,13 +687,15 @@ static int sala_chat(int argc, char **argv) {
     }
     if (id == 0 && a.request.logprobs)
         a.code = cli_fail(id = CLI_USAGE, "chat does not print log-probabilities");
+    if (id == 0 && c.session) a.code = id = cli_check_place(c.session);
     if (id == 0) c.engine = cli_open(&a);
     c.args = &a;
     chat_reset(&c);
-    if (c.engine && session) a.code = chat_load(&c, session);
+    if (c.engine) a.code = cli_check_tokens(&a, c.engine);
+    if (c.engine && a.code == CLI_OK && c.session) a.code = chat_load(&c);
     if (c.engine && a.code == CLI_OK) {
         a.code = chat_loop(&c);
-        int unsaved = session && c.sequence ? save(c.engine, c.sequence, session) : CLI_OK;
+        int unsaved = c.session ? chat_end(&c) : CLI_OK;
         if (unsaved) a.code = unsaved;
     }
     chat_reset(&c);

@@ -486,7 +486,8 @@ enum {
     SALA_SHARED = SALA_GEMM4_SHARED,
     SALA_WEIGHTS = SALA_HAS(4) ? 1024 + 128 : 1024 + 256, // codes, scales
     SALA_WIDEST = SALA_GEMM4_TOKENS / 8,
-    SALA_RESULTS = 2048 // floats that teams leave for the sum
+    SALA_RESULTS = 2048, // floats that teams leave for the sum
+    SALA_BROAD_RESULTS = SALA_BROAD_TOKENS * SALA_BROAD_ROWS
 };
 #endif
 enum { SALA_TEAMS = SALA_HAS(0) ? 1 : 4, SALA_CHUNK = SALA_GEMM_K / 64 };
@@ -498,7 +499,9 @@ SALA_DEVICE constexpr int sala_gemm_team(int wide) {
 }
 
 SALA_DEVICE constexpr int sala_gemm_rows(int wide) {
-    return SALA_HAS(0) ? SALA_GEMM_ROWS : sala_gemm_team(wide);
+    return SALA_HAS(0)          ? SALA_GEMM_ROWS
+           : wide > SALA_WIDEST ? SALA_BROAD_ROWS
+                                : sala_gemm_team(wide);
 }
 
 SALA_DEVICE constexpr int sala_gemm_result(int wide) { // floats of one; there are 2 or 4
@@ -751,12 +754,13 @@ SALA_DEVICE uint2 sala_gemm_scales(const unsigned char *scales, int lane) {
 }
 
 // INT4: the scales of one run of 32 k and what brings 128 + code to code - zero, of rows g and g + 8,
-// each twice.
-SALA_DEVICE uint4 sala_gemm_scales_int4(int layout, const unsigned char *scales, int run) {
+// each twice. `biases`: how far they are from the scales.
+SALA_DEVICE uint4 sala_gemm_scales_int4(int layout, const unsigned char *scales, int biases,
+                                        int run) {
     bool fine = layout != SALA_INT4_WIDE;
     uint2 word = *(const uint2 *)scales, bias = word;
     if (fine) bias = make_uint2(0xC308C308u, 0xC308C308u); // -(128 + 8)
-    if (layout == SALA_INT4_ZEROS) bias = *(const uint2 *)(scales + 128);
+    if (layout == SALA_INT4_ZEROS) bias = *(const uint2 *)(scales + biases);
     uint32_t by = fine && run ? 0x3232 : 0x1010, to = fine && !run ? 0x1010 : 0x3232;
     return make_uint4(__byte_perm(word.x, 0, by), __byte_perm(word.y, 0, by),
                       __byte_perm(bias.x, 0, to), __byte_perm(bias.y, 0, to));
@@ -785,19 +789,16 @@ SALA_DEVICE void sala_gemm_dequant_tile(int layout, const uint4 *word, uint2 sca
         sala_gemm_dequant(first, sala_twice(two, 0), 0, 0, a);
         sala_gemm_dequant(second, sala_twice(two, 1), 0, 1, a);
     } else {
-        uint4 s = sala_gemm_scales_int4(layout, scales, run);
+        uint4 s = sala_gemm_scales_int4(layout, scales, 128, run);
         sala_gemm_dequant(first, s.x, s.z, 0, a);
         sala_gemm_dequant(second, s.y, s.w, 1, a);
     }
 }
 
-// One stage of a warp: 32 weight rows, `wide` (a constant) times 8 rows of x.
-SALA_DEVICE void sala_gemm_stage_of(int layout, int wide, int, int thread, int slot,
-                                    float sum[SALA_WIDEST][2][4]) {
-    int lane = thread & 31, row = lane >> 2;
-    const unsigned char *ring = sala_gemm_ring(wide, thread) + slot;
-    const unsigned char *w = ring + (thread % sala_gemm_team(wide) >> 5) * SALA_WEIGHTS;
-    const unsigned char *x = ring + sala_gemm_x(wide) + row * 128;
+// One stage of a warp: 32 weight rows, `wide` (a constant) times 8 rows of x, at `x` the lane's.
+SALA_DEVICE void sala_gemm_multiply(int layout, int wide, int lane, const unsigned char *w,
+                                    const unsigned char *x, float sum[SALA_WIDEST][2][4]) {
+    int row = lane >> 2;
     uint4 word[2];
     uint2 scale[2] = {};
 #pragma unroll
@@ -829,6 +830,14 @@ SALA_DEVICE void sala_gemm_stage_of(int layout, int wide, int, int thread, int s
         }
     }
 }
+
+SALA_DEVICE void sala_gemm_stage_of(int layout, int wide, int, int thread, int slot,
+                                    float sum[SALA_WIDEST][2][4]) {
+    const unsigned char *ring = sala_gemm_ring(wide, thread) + slot;
+    const unsigned char *w = ring + (thread % sala_gemm_team(wide) >> 5) * SALA_WEIGHTS;
+    int lane = thread & 31;
+    sala_gemm_multiply(layout, wide, lane, w, ring + sala_gemm_x(wide) + (lane >> 2) * 128, sum);
+}
 #endif
 
 // The result of an item passes through shared memory so that a small loop can write it in order:
@@ -843,10 +852,12 @@ SALA_DEVICE float4 sala_gemm_value(int wide, int r, int column, const float *res
     const float *from = result + sala_gemm_place(wide, r, column);
     float4 v = *(const float4 *)from;
 #if !SALA_HAS(0)
-    const int size = sala_gemm_result(wide), areas = SALA_RESULTS / size;
-    const float4 alpha = *(const float4 *)(result + SALA_RESULTS + column);
+    const int size = sala_gemm_result(wide), areas = wide > SALA_WIDEST ? 1 : SALA_RESULTS / size;
+    const float4 alpha = *(
+        const float4 *)(result + (wide > SALA_WIDEST ? SALA_BROAD_RESULTS : SALA_RESULTS) + column);
     const float repair = SALA_HAS(4) ? 256 : 1;
-    float4 u = *(const float4 *)(from + size);
+    float4 u = {};
+    if (areas > 1) u = *(const float4 *)(from + size);
     if (areas == 4) { // the teams 2 and 3 are not in yet
         float4 v2 = *(const float4 *)(from + 2 * size), u2 = *(const float4 *)(from + 3 * size);
         v.x += v2.x, v.y += v2.y, v.z += v2.z, v.w += v2.w;
@@ -967,11 +978,12 @@ SALA_DEVICE void sala_gemm_store(const sala_product_args *a, const sala_gemm_ite
 #endif
 }
 
-// Wait until all but the latest n (0, 1, 2 or 4) of this thread's groups of copies are there.
+// Wait until all but the latest n (0 to 4) of this thread's groups of copies are there.
 SALA_DEVICE void sala_gemm_wait(int n) {
     if (n == 0) SALA_COPY_WAIT(0);
     if (n == 1) SALA_COPY_WAIT(1);
     if (n == 2) SALA_COPY_WAIT(2);
+    if (n == 3) SALA_COPY_WAIT(3);
     if (n == 4) SALA_COPY_WAIT(4);
 }
 
@@ -1093,6 +1105,240 @@ SALA_DEVICE void sala_gemm_run(const sala_product_args *a, bool narrow) {
 #endif
     }
 }
+
+#if !SALA_HAS(0)
+// 4 bits and more than 48 rows of x: what bounds a product are the tensor cores and the x that every
+// multiprocessor reads of L2. So a block, one a multiprocessor, takes 128 rows of weights and up to 96 of
+// x, in eight warps of 32 rows of weights and `part` (half of them) times 8 rows of x. Weights are
+// widened one run of 32 k ahead of their products. The quarters of k come in the order 0, 2, 1, 3: three
+// sums a thread are then enough for the bits of the teams above, (t0 + t2) + (t1 + t3).
+enum { SALA_BROAD_X = 2 * (SALA_HAS(4) ? SALA_BLOCK4 : SALA_BLOCK4_BIAS) };
+
+SALA_DEVICE constexpr int sala_broad_stage(int part) { // bytes: two blocks of weights, x
+    return SALA_BROAD_X + part * 2048;
+}
+
+SALA_DEVICE constexpr int sala_broad_stages(int part) { // five or seven
+    return SALA_SHARED / sala_broad_stage(part) < 7 ? SALA_SHARED / sala_broad_stage(part) : 7;
+}
+
+// The copies of a thread: where those of the next stage come from and go to.
+typedef struct sala_broad_feed {
+    const unsigned char *w, *x; // of the item's first stage
+    int stage, turn, left;      // to be copied next; turn of its quarter, and what is left of it
+    int slot;                   // offset in the ring
+    int stride, bytes;          // from a stage's weights to the next one's; of a stage's weights
+    int rows;                   // of x, less this thread's first
+} sala_broad_feed;
+
+// The stages of a quarter, the first of which is `from`.
+SALA_DEVICE int sala_broad_quarter(const sala_product_args *a, int turn, int *from) {
+    int share = (a->depth + 3) / 4;
+    *from = min(((turn & 1) * 2 + (turn >> 1)) * share, a->depth);
+    return min(share, a->depth - *from);
+}
+
+SALA_DEVICE sala_broad_feed sala_broad_begin(const sala_product_args *a, const sala_gemm_item *at) {
+    const sala_weight *w = &a->gemm.w[at->weight];
+    int thread = (int)threadIdx.x, first = at->split * a->depth;
+    int blocks = ((a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1) * w->n + 63) >> 6;
+    int block = sala_block4(w->format, w->group, w->zero != nullptr);
+    sala_broad_feed feed = {};
+    feed.stride = blocks * block;
+    feed.bytes = min(blocks - at->tile * 2, 2) * block; // the last tile may be alone
+    feed.w = (const unsigned char *)w->data + (int64_t)first * feed.stride + at->tile * 2 * block +
+             thread * 16;
+    feed.x = (const unsigned char *)a->gemm.x + (thread & 7) * 16 +
+             ((int64_t)(at->row + (thread >> 3)) * w->k + first * 64) * 2;
+    feed.rows = min(a->gemm.rows - at->row, a->tokens) - (thread >> 3);
+    feed.left = sala_broad_quarter(a, 0, &feed.stage);
+    return feed;
+}
+
+// Turn to the next stage; behind the last one `left` is 0.
+SALA_DEVICE void sala_broad_next(const sala_product_args *a, int part, sala_broad_feed *feed) {
+    feed->slot += sala_broad_stage(part);
+    if (feed->slot == sala_broad_stages(part) * sala_broad_stage(part)) feed->slot = 0;
+    feed->stage++;
+    feed->left--;
+#pragma unroll 1
+    while (feed->left <= 0 && feed->turn < 3)
+        feed->left = sala_broad_quarter(a, ++feed->turn, &feed->stage);
+}
+
+SALA_DEVICE void sala_broad_copy_weights(const sala_broad_feed *feed) {
+    unsigned char *to = sala_shared() + feed->slot + threadIdx.x * 16;
+    const unsigned char *from = feed->w + (int64_t)feed->stage * feed->stride;
+    if (feed->left <= 0) return;
+    if ((int)threadIdx.x * 16 < feed->bytes) sala_copy16(to, from);
+    if ((int)threadIdx.x * 16 + 4096 < feed->bytes) sala_copy16(to + 4096, from + 4096);
+}
+
+// Units of x lie as in sala_gemm_copy_x.
+SALA_DEVICE void sala_broad_copy_x(const sala_product_args *a, int part,
+                                   const sala_broad_feed *feed) {
+    int row = (int)threadIdx.x >> 3, unit = ((int)threadIdx.x & 7) ^ (row & 1) * 4;
+    unsigned char *to = sala_shared() + feed->slot + SALA_BROAD_X + row * 128 + unit * 16;
+    const unsigned char *from = feed->x + feed->stage * 128;
+    if (feed->left <= 0) return;
+#pragma unroll
+    for (int i = 0; i < part * 16; i += 32)
+        if (i < feed->rows) sala_copy16(to + i * 128, from + (int64_t)i * 2 * a->gemm.w[0].k);
+}
+
+// What a warp's lane holds of the weights: a stage's words of two tiles of 16 rows and their scales
+// (NVFP4: x and y, of both runs; INT4: of one run), and the A operands of two runs: [run][tile][step].
+typedef struct sala_broad_weights {
+    uint4 word[2], scale[2];
+    uint32_t a[2][2][2][4];
+} sala_broad_weights;
+
+// The words and scales (INT4: those of `run` alone) of the stage at `stage`.
+SALA_DEVICE void sala_broad_load(const unsigned char *stage, int block, int layout, int run,
+                                 sala_broad_weights *w) {
+    int lane = (int)threadIdx.x & 31, warp = (int)threadIdx.x >> 5;
+    stage += (warp >> 1 & 1) * block;
+#pragma unroll
+    for (int tile = 0; tile < 2; tile++) {
+        int sixteen = (warp & 1) * 2 + tile;
+        const unsigned char *scales = stage + 2048 + sixteen * 64;
+        if (run == 0) w->word[tile] = *(const uint4 *)(stage + sixteen * 512 + lane * 16);
+        if (SALA_HAS(5)) {
+            scales += (lane >> 2) * 8;
+            w->scale[tile] = sala_gemm_scales_int4(layout, scales, 256, run);
+        } else if (run == 0) {
+            uint2 both = sala_gemm_scales(scales, lane);
+            w->scale[tile].x = both.x, w->scale[tile].y = both.y;
+        }
+    }
+}
+
+// Widen word i of the four that a run has: two of each tile.
+SALA_DEVICE void sala_broad_widen(int run, int i, sala_broad_weights *w) {
+    int tile = i >> 1, half = i & 1;
+    const uint4 word = w->word[tile], scale = w->scale[tile];
+    uint32_t by = half ? scale.y : scale.x, bias = half ? scale.w : scale.z;
+    uint32_t codes = run ? (half ? word.w : word.z) : half ? word.y : word.x;
+    if (SALA_HAS(4)) by = sala_twice(run ? scale.y : scale.x, half), bias = 0;
+    sala_gemm_dequant(codes, by, bias, half, w->a[run][tile]);
+}
+
+// The products of the stage at `slot`; the first operands of the stage at `next` are made on the way.
+SALA_DEVICE void sala_broad_stage_of(const sala_product_args *a, int layout, int part, int block,
+                                     int slot, int next, sala_broad_feed *feed,
+                                     sala_broad_weights *w, uint4 b[2][3],
+                                     float sum[SALA_WIDEST][2][4]) {
+    const int batch = (part + 1) / 2; // groups whose products with the same weights come together
+    int lane = (int)threadIdx.x & 31, row = lane >> 2;
+    const unsigned char *shared = sala_shared();
+    const unsigned char *x = shared + SALA_BROAD_X + ((int)threadIdx.x >> 7) * part * 1024 +
+                             row * 128 + ((row & 1) * 4 + (lane & 3)) * 16;
+    const int other = 64 - (row & 1) * 128; // from x of the first run to that of the second
+#pragma unroll
+    for (int q = 0; q < 4; q++) { // a run's first and second batch
+        const int run = q >> 1, first = (q & 1) * batch, to = (~q & 1) * batch;
+        const unsigned char *from = x + (q == 1 || q == 2 ? other : 0) + (q == 3 ? next : slot);
+        if (first == 0 && (run || SALA_HAS(5)))
+            sala_broad_load(shared + (run ? next : slot), block, layout, run ^ 1, w);
+#pragma unroll
+        for (int i = 0; i < batch; i++)
+            if (to + i < part)
+                b[~q & 1][i] = sala_gemm_order(*(const uint4 *)(from + (to + i) * 1024));
+        sala_broad_widen(run ^ 1, (q & 1) * 2, w);
+        sala_broad_widen(run ^ 1, (q & 1) * 2 + 1, w);
+#pragma unroll
+        for (int i = 0; i < 4 * batch; i++) { // step, then tile, then group
+            int step = i / 2 / batch, tile = i / batch & 1, group = i % batch;
+            const uint4 v = b[q & 1][group];
+            const uint32_t bs[2] = {step ? v.z : v.x, step ? v.w : v.y};
+            if (first + group < part) sala_mma(sum[first + group][tile], w->a[run][tile][step], bs);
+        }
+        if (q == 0) {
+            sala_broad_copy_weights(feed);
+            sala_broad_copy_x(a, part, feed);
+        }
+    }
+    sala_copy_commit();
+    sala_broad_next(a, part, feed);
+}
+
+// All stages of an item, the first of them under way.
+SALA_DEVICE void sala_broad_multiply(const sala_product_args *a, sala_broad_feed *feed, int layout,
+                                     int block, int part, float total[SALA_WIDEST][2][4]) {
+    const int size = sala_broad_stage(part), stages = sala_broad_stages(part);
+    int lane = (int)threadIdx.x & 31, row = lane >> 2, slot = 0, from;
+    const unsigned char *x = sala_shared() + SALA_BROAD_X + ((int)threadIdx.x >> 7) * part * 1024 +
+                             row * 128 + ((row & 1) * 4 + (lane & 3)) * 16;
+    float odd[SALA_WIDEST][2][4] = {};
+    sala_broad_weights w = {};
+    uint4 b[2][3] = {};
+    sala_gemm_wait(stages - 3);
+    __syncthreads();
+    sala_broad_load(sala_shared(), block, layout, 0, &w);
+#pragma unroll
+    for (int i = 0; i < 4; i++) sala_broad_widen(0, i, &w);
+#pragma unroll
+    for (int i = 0; i < (part + 1) / 2; i++)
+        b[0][i] = sala_gemm_order(*(const uint4 *)(x + i * 1024));
+#pragma unroll 1
+    for (int turn = 0; turn < 4; turn++) {
+        float sum[SALA_WIDEST][2][4] = {};
+#pragma unroll 1
+        for (int left = sala_broad_quarter(a, turn, &from); left > 0; left--) {
+            int next = slot + size == stages * size ? 0 : slot + size;
+            sala_gemm_wait(stages - 3);
+            __syncthreads(); // the next stage is there for all, and all are done with the one before
+            sala_broad_stage_of(a, layout, part, block, slot, next, feed, &w, b, sum);
+            slot = next;
+        }
+#pragma unroll
+        for (int i = 0; i < part * 8; i++) {
+            float *t = &total[i >> 3][i >> 2 & 1][i & 3], *u = &odd[i >> 3][i >> 2 & 1][i & 3];
+            if (turn < 2)
+                *t += sum[i >> 3][i >> 2 & 1][i & 3];
+            else
+                *u += sum[i >> 3][i >> 2 & 1][i & 3];
+            if (turn == 3) *t += *u;
+        }
+    }
+}
+
+// All items of this block. `part` is a constant.
+SALA_DEVICE void sala_broad_run(const sala_product_args *a, int part) {
+    float *result = (float *)sala_shared();
+#pragma unroll 1
+    for (int item = (int)blockIdx.x; item < a->items; item += (int)gridDim.x) {
+        sala_gemm_item at = sala_gemm_find(a, item);
+        const sala_weight *w = &a->gemm.w[at.weight];
+        int layout = SALA_HAS(5) ? sala_gemm_layout(a, at.weight) : 0;
+        int block = sala_block4(w->format, w->group, w->zero != nullptr);
+        sala_broad_feed feed = sala_broad_begin(a, &at), x = feed;
+        float total[SALA_WIDEST][2][4] = {};
+#pragma unroll 1
+        for (int i = 1; i < sala_broad_stages(part); i++, sala_broad_next(a, part, &feed))
+            sala_broad_copy_weights(&feed);
+        if (item == (int)blockIdx.x) sala_wait_grid();
+#pragma unroll 1
+        for (int i = 1; i < sala_broad_stages(part); i++, sala_broad_next(a, part, &x)) {
+            sala_broad_copy_x(a, part, &x);
+            sala_copy_commit(); // the first group also holds all those weights
+        }
+        sala_broad_multiply(a, &feed, layout, block, part, total);
+        at = sala_gemm_find(a, sala_here(item));
+        float alpha = sala_gemm_alpha(a, &at, 2 * part);
+        SALA_COPY_WAIT(0);
+        __syncthreads(); // all have read the last stage
+        if (threadIdx.x < SALA_BROAD_ROWS) result[SALA_BROAD_RESULTS + threadIdx.x] = alpha;
+#pragma unroll
+        for (int i = 0; i < part; i++)
+            sala_gemm_lay(2 * part, total[i], ((int)threadIdx.x >> 7) * part * 8 + i * 8,
+                          ((int)threadIdx.x >> 5 & 3) * 32, false, result);
+        __syncthreads();
+        sala_gemm_put(a, &at, 2 * part, 0, min(a->gemm.rows - at.row, a->tokens), result);
+        __syncthreads();
+    }
+}
+#endif
 
 // ---- 5. the norm, alone and behind a product
 
@@ -1227,10 +1473,12 @@ extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
 #define SALA_NARROW sala_gemm_nvfp4
 #define SALA_NARROW_THREADS SALA_GEMM4_NARROW
 #define SALA_WIDE sala_gemm_nvfp4_wide
+#define SALA_BROAD sala_gemm_nvfp4_broad
 #else
 #define SALA_NARROW sala_gemm_int4
 #define SALA_NARROW_THREADS SALA_GEMM4_THREADS
 #define SALA_WIDE sala_gemm_int4_wide
+#define SALA_BROAD sala_gemm_int4_broad
 #endif
 extern "C" __global__ void __launch_bounds__(SALA_NARROW_THREADS, 512 / SALA_NARROW_THREADS)
     SALA_NARROW(const __grid_constant__ sala_product_args a) {
@@ -1245,6 +1493,277 @@ extern "C" __global__ void __launch_bounds__(SALA_GEMM4_THREADS, 2)
     sala_gemm_run(&a, false);
     if (a.kind == SALA_PRODUCT_NORM) sala_gemm_finish(&a);
 }
+
+// The same with more than SALA_GEMM4_TOKENS rows of x. Grid: min(items, multiprocessors). Reads the
+// weights once for every SALA_BROAD_TOKENS rows of x, and x once for every 128 rows of weights. Twins: as
+// above.
+extern "C" __global__ void __launch_bounds__(SALA_GEMM4_THREADS, 1)
+    SALA_BROAD(const __grid_constant__ sala_product_args a) {
+    sala_launch_next();
+    if (a.tokens <= 64)
+        sala_broad_run(&a, 4);
+    else
+        sala_broad_run(&a, 6);
+    if (a.kind == SALA_PRODUCT_NORM) sala_gemm_finish(&a);
+}
+
+#if SALA_HAS(4)
+// NVFP4 and one or two rows of x: the time goes from the end of one product to the beginning of the next.
+// So nobody waits while one block makes a norm: a product with a norm (whole) has items of 32 rows and all
+// of k, a warp for each quarter of each split, and adds its rows to x; every block that reads the norm makes
+// it (due). And a block of the next product fits beside one of this, 64 registers a thread, and has its
+// first weights when x comes. A warp has a ring of its own and waits for nobody.
+enum {
+    SALA_ROW_STAGES = 4,
+    SALA_ROW_RING = SALA_ROW_STAGES * SALA_WEIGHTS, // of a warp
+    SALA_ROW_XS = 16 * SALA_ROW_RING, // x: two rows with a norm, or a warp's 256 bytes a stage
+    SALA_ROW_X = SALA_ROW_STAGES * 256,
+    SALA_ROW_RESULT =
+        SALA_ROW_XS + 4 * SALA_ROW_K, // twice: 4 quarters x 2 rows x 128, alphas, old x
+    SALA_ROW_FLOATS = 1024 + 128 + 32
+};
+
+// The copies of a lane: where the next four stages come from, and how many the item still has.
+typedef struct sala_row_feed {
+    const unsigned char *w, *x;
+    int scales, stride; // bytes from codes to scales; from a stage to the next
+    int item, left;
+} sala_row_feed;
+
+SALA_DEVICE void sala_row_find(const sala_product_args *a, bool whole, sala_row_feed *feed) {
+    int warp = (int)threadIdx.x >> 5, lane = (int)threadIdx.x & 31, half = warp & 1, weight = 0;
+    int share = (a->depth + 3) / 4, from = (warp >> 2) * share, tile = feed->item;
+    feed->left = tile < a->items ? max(min(share, a->depth - from), 0) : 0;
+    if (feed->left == 0) return;
+#pragma unroll 1
+    while (tile >= a->tiles[weight]) tile -= a->tiles[weight++];
+    const sala_weight *w = &a->gemm.w[weight];
+    int tiles = ((a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1) * w->n + 63) >> 6;
+    if (whole)
+        from += (warp & 3) * a->depth, half = tile & 1, tile >>= 1;
+    else
+        tile = min(tile * 2 + (warp >> 1 & 1), tiles - 1); // the last one may be alone
+    feed->stride = tiles * SALA_BLOCK4;
+    feed->scales = 2048 - half * (1024 - 128) - lane * 12;
+    feed->w = (const unsigned char *)w->data + ((int64_t)from * tiles + tile) * SALA_BLOCK4 +
+              half * 1024 + lane * 16;
+    feed->x = (const unsigned char *)a->gemm.x + ((lane >> 3 & 1) * w->k + from * 64) * 2 +
+              (lane & 7) * 16;
+}
+
+// Stage i of the next four, to slot i of the ring.
+SALA_DEVICE void sala_row_copy(const sala_row_feed *feed, int i) {
+    int lane = (int)threadIdx.x & 31;
+    unsigned char *to = sala_shared() + (threadIdx.x >> 5) * SALA_ROW_RING + i * SALA_WEIGHTS;
+    const unsigned char *from = feed->w + (int64_t)i * feed->stride;
+    if (i >= feed->left) return;
+    sala_copy16(to + lane * 16, from);
+    sala_copy16(to + lane * 16 + 512, from + 512);
+    sala_copy4_or_zero(to + lane * 4 + 1024, from + feed->scales, true);
+}
+
+SALA_DEVICE void sala_row_copy_x(const sala_product_args *a, const sala_row_feed *feed, int i) {
+    int row = (int)threadIdx.x >> 3 & 3, unit = ((int)threadIdx.x & 7) ^ (row & 1) * 4;
+    unsigned char *to = sala_shared() + SALA_ROW_XS + (threadIdx.x >> 5) * SALA_ROW_X + i * 256;
+    if (i < feed->left && row < a->gemm.rows)
+        sala_copy16(to + row * 128 + unit * 16, feed->x + i * 128);
+}
+
+// Turn to the next four; an item may end with fewer.
+SALA_DEVICE void sala_row_next(const sala_product_args *a, bool whole, sala_row_feed *feed) {
+    if (feed->left == 0) return;
+    feed->w += (int64_t)SALA_ROW_STAGES * feed->stride, feed->x += SALA_ROW_STAGES * 128;
+    feed->left -= SALA_ROW_STAGES;
+    if (feed->left > 0) return;
+    feed->item += (int)gridDim.x;
+    sala_row_find(a, whole, feed);
+}
+
+// x normed into shared memory, with the sums of sala_norm_row; `by`: this thread's weights.
+SALA_DEVICE void sala_row_norm(const sala_norm_args *a, int rows, uint4 by, float *partial) {
+    int width = a->width, t = (int)threadIdx.x, step = 4 * SALA_NORM_THREADS;
+    for (int r = 0; r < rows; r++) {
+        const sala_act *x = a->x + (int64_t)r * width;
+        unsigned char *to = sala_shared() + SALA_ROW_XS + r * SALA_ROW_K * 2;
+        uint4 v = {};
+        uint2 all[SALA_ROW_K / (4 * SALA_NORM_THREADS)] = {};
+        float sum = 0;
+        if (t * 8 < width) v = *(const uint4 *)(x + t * 8);
+#pragma unroll
+        for (int u = 0; u * step < SALA_ROW_K; u++)
+            if (t < SALA_NORM_THREADS && u * step + t * 4 < width)
+                all[u] = *(const uint2 *)(x + u * step + t * 4);
+#pragma unroll
+        for (int u = 0; u * step < SALA_ROW_K; u++) {
+            sum = fmaf(sala_low(all[u].x), sala_low(all[u].x), sum);
+            sum = fmaf(sala_high(all[u].x), sala_high(all[u].x), sum);
+            sum = fmaf(sala_low(all[u].y), sala_low(all[u].y), sum);
+            sum = fmaf(sala_high(all[u].y), sala_high(all[u].y), sum);
+        }
+        float inverse = 1.0f / sqrtf(sala_block_sum(sum, partial) / (float)width + a->eps);
+        v = make_uint4(sala_normed2(v.x, inverse, by.x), sala_normed2(v.y, inverse, by.y),
+                       sala_normed2(v.z, inverse, by.z), sala_normed2(v.w, inverse, by.w));
+        if (t * 8 < width) *(uint4 *)(to + (t ^ (r & 1) * 4) * 16) = v; // see sala_gemm_copy_x
+    }
+    __syncthreads();
+}
+
+// Four columns of row r: the sum of the quarters in the order of the other kernels, times alpha.
+SALA_DEVICE float4 sala_row_value(const float *result, int r, int column) {
+    const float *from = result + r * 128 + column;
+    float4 alpha = *(const float4 *)(result + 1024 + column), t[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) t[i] = *(const float4 *)(from + i * 256);
+    return make_float4(((t[0].x + t[2].x) + (t[1].x + t[3].x)) * 256 * alpha.x,
+                       ((t[0].y + t[2].y) + (t[1].y + t[3].y)) * 256 * alpha.y,
+                       ((t[0].z + t[2].z) + (t[1].z + t[3].z)) * 256 * alpha.z,
+                       ((t[0].w + t[2].w) + (t[1].w + t[3].w)) * 256 * alpha.w);
+}
+
+// 128 rows of weights, or 64 of gate and of up.
+SALA_DEVICE void sala_row_put(const sala_product_args *a, int item, const float *result) {
+    int pair = a->kind == SALA_PRODUCT_SWIGLU, weight = 0;
+    int r = (int)threadIdx.x >> (5 - pair), c = ((int)threadIdx.x & (31 >> pair)) * 4;
+    if (r >= a->gemm.rows) return;
+#pragma unroll 1
+    while (item >= a->tiles[weight]) item -= a->tiles[weight++];
+    int n = a->gemm.w[weight].n, column = item * (128 >> pair) + c;
+    if (column >= n) return;
+    if (pair) c = (c >> 3) * 16 + (c & 7);
+    float4 v = sala_row_value(result, r, c);
+    if (pair) {
+        float4 up = sala_row_value(result, r, c + 8);
+        v.x = sala_swiglu(v.x, up.x), v.y = sala_swiglu(v.y, up.y);
+        v.z = sala_swiglu(v.z, up.z), v.w = sala_swiglu(v.w, up.w);
+    }
+    *(uint2 *)(a->gemm.y[weight] + (int64_t)r * n + column) =
+        make_uint2(sala_pair(v.x, v.y), sala_pair(v.z, v.w));
+}
+
+// 32 rows of weights: the sum of the splits is added to x.
+SALA_DEVICE void sala_row_put_whole(const sala_product_args *a, int item, const float *result) {
+    int r = (int)threadIdx.x >> 3, c = ((int)threadIdx.x & 7) * 4;
+    if (r >= a->gemm.rows) return;
+    uint2 old = *(const uint2 *)((const sala_act *)(result + 1024 + 128) + r * 32 + c);
+    const float x[4] = {sala_low(old.x), sala_high(old.x), sala_low(old.y), sala_high(old.y)};
+    float v[4] = {};
+    for (int split = 0; split < 4; split++) {
+        float4 u = sala_row_value(result, r, split * 32 + c);
+        v[0] += u.x, v[1] += u.y, v[2] += u.z, v[3] += u.w;
+    }
+    for (int i = 0; i < 4; i++)
+        v[i] = sala_round(x[i] + sala_round(sala_round(v[i]) * a->norm.scale));
+    *(uint2 *)(a->norm.x + (int64_t)r * a->norm.width + item * 32 + c) =
+        make_uint2(sala_pair(v[0], v[1]), sala_pair(v[2], v[3]));
+}
+
+// What an item's end needs comes in the background too: alphas,
+SALA_DEVICE void sala_row_copy_alphas(const sala_product_args *a, bool whole, int item,
+                                      float *result) {
+    int t = (int)threadIdx.x, weight = 0;
+    if (item >= a->items || t >= 128) return;
+#pragma unroll 1
+    while (item >= a->tiles[weight]) item -= a->tiles[weight++];
+    const sala_weight *w = &a->gemm.w[weight];
+    int row = whole ? item * 32 + (t & 31) : item * 128 + t;
+    int n = (a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1) * w->n;
+    sala_copy4_or_zero(result + 1024 + t, w->alpha + min(row, n - 1), true);
+}
+
+// and the 64 bytes of each row of x that are added to.
+SALA_DEVICE void sala_row_copy_old(const sala_product_args *a, int item, float *result) {
+    int t = (int)threadIdx.x;
+    if (t < a->gemm.rows * 4)
+        sala_copy16(result + 1024 + 128 + t * 4,
+                    a->norm.x + (int64_t)(t >> 2) * a->norm.width + item * 32 + (t & 3) * 8);
+}
+
+// The stages of an item. `at`: where the lane's row of x begins, `turn` bytes a stage.
+SALA_DEVICE void sala_row_multiply(const sala_product_args *a, bool whole, int stages,
+                                   const unsigned char *at, sala_row_feed *feed,
+                                   float sum[SALA_WIDEST][2][4]) {
+    const unsigned char *w = sala_shared() + (threadIdx.x >> 5) * SALA_ROW_RING;
+    const int lane = (int)threadIdx.x & 31, turn = whole ? 256 : 128;
+#pragma unroll 1
+    for (; stages > 0; stages -= SALA_ROW_STAGES) {
+#pragma unroll
+        for (int i = 0; i < SALA_ROW_STAGES; i++) {
+            SALA_COPY_WAIT(SALA_ROW_STAGES - 1);
+            __syncwarp();
+            if (i < stages)
+                sala_gemm_multiply(0, 1, lane, w + i * SALA_WEIGHTS, at + i * turn, sum);
+            __syncwarp();
+            sala_row_copy(feed, i);
+            if (whole) sala_row_copy_x(a, feed, i);
+            sala_copy_commit();
+        }
+        sala_row_next(a, whole, feed);
+        if (!whole) at += SALA_ROW_STAGES * turn;
+    }
+}
+
+// All items. `whole` is a constant.
+SALA_DEVICE void sala_row_run(const sala_product_args *a, bool whole) {
+    const int t = (int)threadIdx.x, warp = t >> 5, lane = t & 31, share = (a->depth + 3) / 4;
+    const int from = min((warp >> 2) * share, a->depth), stages = min(share, a->depth - from);
+    unsigned char *xs = sala_shared() + SALA_ROW_XS;
+    float *result = (float *)(sala_shared() + SALA_ROW_RESULT);
+    int other = SALA_ROW_FLOATS; // to the other of two results
+    sala_row_feed feed = {};
+    uint4 by = {};
+    feed.item = (int)blockIdx.x;
+    sala_row_find(a, whole, &feed);
+    sala_row_copy_alphas(a, whole, (int)blockIdx.x, result);
+#pragma unroll
+    for (int i = 0; i < SALA_ROW_STAGES; i++) {
+        sala_row_copy(&feed, i);
+        sala_copy_commit();
+    }
+    if (!whole && t * 8 < a->norm.width) by = ((const uint4 *)a->norm.weight.data)[t];
+    sala_wait_grid();
+    if (!whole) sala_row_norm(&a->norm, a->gemm.rows, by, result);
+#pragma unroll
+    for (int i = 0; whole && i < SALA_ROW_STAGES; i++) {
+        sala_row_copy_x(a, &feed, i);
+        sala_copy_commit();
+    }
+    sala_row_next(a, whole, &feed);
+    xs += whole ? warp * SALA_ROW_X : from * 128;
+    xs += (lane >> 2 & 1) * (whole ? 128 : SALA_ROW_K * 2);
+#pragma unroll 1
+    for (int item = (int)blockIdx.x; item < a->items; item += (int)gridDim.x) {
+        float sum[SALA_WIDEST][2][4] = {};
+        if (whole) sala_row_copy_old(a, item, result);
+        if (item != (int)blockIdx.x) sala_row_copy_alphas(a, whole, item, result);
+        sala_row_multiply(a, whole, stages, xs, &feed, sum);
+#pragma unroll
+        for (int i = 0; i < 8; i++) { // lanes that have rows 0 and 1 of x
+            int column = (warp & 3) * 32 + (lane >> 2) + i / 4 * 16 + (i & 2) * 4;
+            float *to = result + (warp >> 2) * 256 + (i & 1) * 128 + column;
+            if ((lane & 3) == 0) *to = sum[0][i / 4][i & 3];
+        }
+        if (stages <= SALA_ROW_STAGES) SALA_COPY_WAIT(0); // alphas and old x may be on their way
+        __syncthreads();
+        if (whole)
+            sala_row_put_whole(a, item, result);
+        else
+            sala_row_put(a, item, result);
+        result += other, other = -other;
+    }
+}
+
+// Products as above, PLAIN and SWIGLU with a norm in front, NORM without its norm. Grid: min(items,
+// multiprocessors); whole: multiprocessors, so that the next product's blocks find no empty one where they
+// would settle in pairs. Reads weights once, x in every block. Twins: as above.
+extern "C" __global__ void __launch_bounds__(SALA_GEMM4_NARROW, 2)
+    sala_gemm_nvfp4_row(const __grid_constant__ sala_product_args a) {
+    sala_launch_next();
+    if (a.whole)
+        sala_row_run(&a, true);
+    else
+        sala_row_run(&a, false);
+}
+#endif
 #endif
 
 #endif

@@ -23,12 +23,14 @@
             ask.text = "Once upon a time there was a brave fox named Pip.";
             ask.max_tokens = 64;
             if (sala_submit(s, &ask, &err) < 0) return fprintf(stderr, "%s\n", err.text), 1;
-            while (sala_step(s, &err) > 0) {
+            int more;
+            while ((more = sala_step(s, &err)) > 0) {
                 sala_event ev;
                 while (sala_next_event(s, &ev)) fwrite(ev.text, 1, ev.text_bytes, stdout);
             }
             sala_close(s);
-            return 0;
+            printf("\n");
+            return more < 0 ? fprintf(stderr, "%s\n", err.text), 1 : 0;
         }
 
     LIMITS
@@ -128,8 +130,8 @@ typedef struct sala_hooks {
 } sala_hooks;
 
 typedef struct sala_options {
-    const char *device; // "auto" (default: a GPU if one can be used, else the log says why not),
-                        // "cpu", "cuda" or "cuda:N"
+    const char *device; // "auto" (default: a GPU if one can be used, else the log says why not,
+                        // if a driver is there), "cpu", "cuda" or "cuda:N"
     int threads;        // CPU threads; default: the processors this process may use
     int max_sequences;  // sequences resident at once, 1..256; default 8
     int64_t context;    // longest sequence in tokens; default 32768
@@ -158,9 +160,9 @@ typedef struct sala_options {
     // was prefilled before began with the same tokens; the bits are those of computing it), "off", or
     // "history": also, a prompt that begins with all tokens of an idle kept sequence, the chosen ones
     // too, takes that sequence over, as if it had named it. That is exact as a continuation: decoded
-    // tokens have other bits than prefilled ones.
+    // tokens have other bits than prefilled ones. Not asked for, it is off where no snapshot fits.
     const char *reuse;
-    int64_t reuse_memory; // bytes of snapshots of lightning states for it; default: 16 snapshots
+    int64_t reuse_memory; // bytes of snapshots of lightning states; default: up to 16, as fit
     // Speculation. It never changes the output, only the time that it takes.
     const char *spec;      // "auto" (default: what is there and pays), "off", "ngram", "eagle"
     const char *draft;     // folder of an EAGLE-3 head (synthetic: its config.json); NULL: none
@@ -234,7 +236,8 @@ typedef struct sala_request {
     const char *text;
     size_t text_bytes; // 0: up to the terminating zero
     // Continue a sequence that an earlier request kept: its id from the finish event. The new
-    // tokens follow the last chosen one. 0: a new sequence.
+    // tokens follow the last chosen one. 0: a new sequence. Without a prompt the text goes on where it
+    // was, with the space that belongs there.
     int64_t sequence;
     int keep; // 1: the sequence stays resident after the request; continue or sala_release it
 
@@ -295,6 +298,11 @@ SALA_API int sala_cancel(sala *engine, int64_t request,
                          sala_error *error); // its finish event follows
 SALA_API int sala_release(sala *engine, int64_t sequence,
                           sala_error *error); // give up a kept sequence
+
+// The tokens of a kept sequence, the one chosen last included: *tokens is valid until the next call of
+// sala_step, sala_load or sala_release. Returns how many, or a negative error.
+SALA_API int64_t sala_history(sala *engine, int64_t sequence, const int32_t **tokens,
+                              sala_error *error);
 
 // ---- sessions ----
 
@@ -7590,6 +7598,7 @@ enum { // values of cuda.h
     SALA__CU_NO_DEVICE = 100,
     SALA__CU_NOT_FOUND = 500,
     SALA__CU_DEVICE_MULTIPROCESSORS = 16,
+    SALA__CU_DEVICE_SHARED = 81, // bytes of a multiprocessor
     SALA__CU_DEVICE_MAJOR = 75,
     SALA__CU_DEVICE_MINOR = 76,
     SALA__CU_FUNCTION_MAX_DYNAMIC_SHARED = 8,
@@ -7699,6 +7708,7 @@ typedef struct sala__cuda { // zeroed while closed
     sala__cu_device device;
     char name[256], architecture[16];  // "NVIDIA H200", "sm_90"
     int major, minor, multiprocessors; // compute capability
+    int shared;                        // bytes of a multiprocessor
     size_t total_bytes;                // memory of the device
     size_t taken_bytes;                // by sala__cuda_alloc
     sala__cu_context context;          // the primary one, retained
@@ -7811,6 +7821,7 @@ static int sala__cuda_open_device(sala__cuda *c, int ordinal, sala_error *err) {
     snprintf(c->label, sizeof c->label, "cuda:%d (%s)", ordinal, c->name);
     c->api.cuDeviceTotalMem_v2(&c->total_bytes, c->device);
     c->api.cuDeviceGetAttribute(&c->multiprocessors, SALA__CU_DEVICE_MULTIPROCESSORS, c->device);
+    c->api.cuDeviceGetAttribute(&c->shared, SALA__CU_DEVICE_SHARED, c->device);
     c->api.cuDeviceGetAttribute(&c->major, SALA__CU_DEVICE_MAJOR, c->device);
     c->api.cuDeviceGetAttribute(&c->minor, SALA__CU_DEVICE_MINOR, c->device);
     // Blackwell's desktop chips have their FP4 instructions only under the name with an "a".
@@ -7943,12 +7954,21 @@ static int sala__parse_device(const char *text, int *kind, int *ordinal, sala_er
     return 0;
 }
 
+// Is there a driver, or was one named? Where there is none, hardly anybody wants to read why no GPU is used.
+static int sala__cuda_is_likely(void) {
+    if (sala__cuda_setting("SALA_CUDA")) return 1;
+    void *driver = dlopen("libcuda.so.1", SALA__CUDA_DLOPEN);
+    if (driver) dlclose(driver);
+    return driver != NULL;
+}
+
 // Open the device that an option names. Returns 1 for a GPU (in *c), 0 for the CPU, or an error.
 static int sala__cuda_select(const sala__env *env, const char *text, sala__cuda *c,
                              sala_error *err) {
     int kind, ordinal;
     int code = sala__parse_device(text, &kind, &ordinal, err);
     if (code < 0 || kind == SALA__DEVICE_CPU) return code;
+    if (kind == SALA__DEVICE_AUTO && !sala__cuda_is_likely()) return 0;
     sala_error reason;
     code = sala__cuda_open(env, ordinal, c, &reason);
     if (code == 0) return 1;
@@ -8427,15 +8447,18 @@ typedef struct sala__graph {    // a recorded verify pass
 
 #define SALA__GRAPHS 40
 #define SALA__SHARED_MOST 101376 // bytes a block may have on the smallest of our targets
+#define SALA__ROW_SHARED 122880  // more than half of a multiprocessor's, where there are 228 KiB
 
 typedef struct sala__gpu {
     sala__cuda cuda;
     const sala_dims *dims;
     int multiprocessors;
-    int rows, seqs; // bucket of the pass that is being launched
-    int tree_slots; // saved states that the trees need, see sala_gla_verify; 0 for chains
-    int early;      // kernels may start while the one before them ends (PDL)
-    int prefill;    // the pass is a chunk of a prompt: operations take that form
+    int rows, seqs;          // bucket of the pass that is being launched
+    int tree_slots;          // saved states that the trees need, see sala_gla_verify; 0 for chains
+    int early;               // kernels may start while the one before them ends (PDL)
+    int row_shared;          // bytes of a block of a whole product, see sala__launch_row
+    sala_gemm_norm_args due; // a norm that the next product makes; norm.rows 0: none
+    int prefill;             // the pass is a chunk of a prompt: operations take that form
     void *unpacked; // scratch for 4-bit weights of a prefill's product, see sala__unpack_weights
     size_t unpacked_bytes;
     int fp4;        // tests: 1 compiles for FP4 tensor cores, 2 without; 0: as the device has them
@@ -8618,11 +8641,64 @@ static void sala__launch_prefill_product(sala__gpu *g, sala_product_args *a) {
     sala__launch_norm(g, &a->norm);
 }
 
+// A product's norm by a block of the kernel that would have it behind the product: the same bits.
+static void sala__launch_due(sala__gpu *g) {
+    sala_product_args p;
+    memset(&p, 0, sizeof p);
+    p.kind = SALA_PRODUCT_NORM;
+    p.tokens = 8;
+    p.row_tiles = 1;
+    p.norm = g->due.norm;
+    p.norm.branch = NULL; // it is in x
+    p.arrivals = g->due.arrivals;
+    g->due.norm.rows = 0;
+    sala__launch(g, SALA__KERNEL_gemm_nvfp4, 1, 1, 1, SALA_GEMM4_SHARED, &p);
+}
+
+// The norm that is due is made by a product of it with `count` weights at w, or now.
+static void sala__take_due(sala__gpu *g, const sala_act *x, const sala_weight *w, int count,
+                           sala_product_args *p) {
+    const sala_norm_args *norm = &g->due.norm;
+    if (!norm->rows) return;
+    int can = p && x == norm->y && norm->divisor == 1;
+    for (int i = 0; can && i < count; i++) can = w[i].format == SALA_NVFP4;
+    if (!can) {
+        sala__launch_due(g);
+        return;
+    }
+    p->due = 1;
+    p->norm = *norm;
+    g->due.norm.rows = 0;
+}
+
+// Can a product with a norm leave that to whoever reads it?
+static int sala__is_whole(const sala_product_args *a) {
+    const sala_weight *w = a->gemm.w;
+    return a->kind == SALA_PRODUCT_NORM && a->gemm.rows <= 2 && w->format == SALA_NVFP4 &&
+           w->n % 32 == 0 && w->n <= SALA_ROW_K && sala_gemm_splits(w->n, w->k) == 4;
+}
+
+// One or two rows of x, NVFP4. Blocks of two products share a multiprocessor, but not two of one: of every
+// other product they take more than half of its memory, and one is on every multiprocessor.
+static void sala__launch_row(sala__gpu *g, sala_product_args *a) {
+    const sala_weight *w = a->gemm.w;
+    int rows = a->whole ? 32 : 128, pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1;
+    a->depth = w->k / 64 / (a->whole ? 4 : 1);
+    for (int i = 0; i < a->gemm.count; i++)
+        a->items += a->tiles[i] = (pair * w[i].n + rows - 1) / rows;
+    int grid = a->items < g->multiprocessors && !a->whole ? a->items : g->multiprocessors;
+    g->variant = a->kind;
+    sala__launch(g, SALA__KERNEL_gemm_nvfp4_row, (unsigned)grid, 1, 1,
+                 a->whole ? (size_t)g->row_shared : SALA_GEMM4_SHARED, a);
+    g->variant = 0;
+}
+
 // A product of verify with weights of one format. Two blocks a multiprocessor take the items in turn,
 // or one block that is twice as large.
 static void sala__launch_verify_product(sala__gpu *g, sala_product_args *a) {
     const sala_weight *w = a->gemm.w;
-    int four = sala__is_4bit(w->format), tokens = four ? SALA_GEMM4_TOKENS : SALA_GEMM_TOKENS;
+    int four = sala__is_4bit(w->format), broad = four && a->gemm.rows > SALA_GEMM4_TOKENS;
+    int tokens = broad ? SALA_BROAD_TOKENS : four ? SALA_GEMM4_TOKENS : SALA_GEMM_TOKENS;
     int pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1, kernel = SALA__KERNEL_gemm;
     int rows = SALA_GEMM_ROWS, tiles = 0;
     a->splits = a->kind == SALA_PRODUCT_NORM    ? sala_gemm_splits(w->n, w->k)
@@ -8634,8 +8710,9 @@ static void sala__launch_verify_product(sala__gpu *g, sala_product_args *a) {
     if (four) { // as many rows of x in each tile, in groups of eight
         a->tokens = ((a->gemm.rows + a->row_tiles - 1) / a->row_tiles + 7) / 8 * 8;
         kernel = w->format == SALA_NVFP4 ? SALA__KERNEL_gemm_nvfp4 : SALA__KERNEL_gemm_int4;
+        if (kernel == SALA__KERNEL_gemm_nvfp4 && a->tokens <= 16) rows *= 2;
         if (a->tokens > 16) kernel++; // gemm_..._wide
-        if (kernel == SALA__KERNEL_gemm_nvfp4) rows *= 2;
+        if (broad) kernel++, rows *= 2;
     }
     for (int i = 0; i < a->gemm.count; i++)
         tiles += a->tiles[i] = (pair * w[i].n + rows - 1) / rows;
@@ -8663,7 +8740,11 @@ static void sala__launch_product(sala__gpu *g, sala_product_args *a) {
             part.gemm.parts_at[part.gemm.count] = a->gemm.parts_at[i];
             part.gemm.y[part.gemm.count++] = a->gemm.y[i];
         }
-        if (part.gemm.count) sala__launch_verify_product(g, &part);
+        part.whole = sala__is_whole(&part);
+        if (part.whole || part.due)
+            sala__launch_row(g, &part);
+        else if (part.gemm.count)
+            sala__launch_verify_product(g, &part);
     }
 }
 
@@ -8672,6 +8753,7 @@ static void sala__launch_gemm(sala__gpu *g, const sala_gemm_args *a) {
     memset(&p, 0, sizeof p);
     p.kind = a->parts ? SALA_PRODUCT_PARTS : SALA_PRODUCT_PLAIN;
     p.gemm = *a;
+    sala__take_due(g, a->x, a->w, a->count, a->parts || a->y_f32 ? NULL : &p);
     sala__launch_product(g, &p);
 }
 
@@ -8686,6 +8768,7 @@ static void sala__launch_gemm_swiglu(sala__gpu *g, const sala_gemm_swiglu_args *
     p.gemm.y[0] = a->y;
     p.gemm.qx = a->qx;
     p.norm.quant = a->quant;
+    sala__take_due(g, a->x, &a->gate, 1, &p);
     sala__launch_product(g, &p);
     sala_quantize_args quantize = {a->rows, a->gate.n, a->y, a->quant};
     if (a->quant.codes && !a->qx.codes)
@@ -8705,6 +8788,7 @@ static void sala__launch_gemm_norm(sala__gpu *g, const sala_gemm_norm_args *a) {
     p.partial = a->partial;
     p.arrivals = a->arrivals;
     sala__launch_product(g, &p);
+    if (sala__is_whole(&p) && !g->prefill) g->due = *a;
 }
 
 // ---- launches: sparse attention ----
@@ -8889,6 +8973,8 @@ static void sala__launch_draft_grow(sala__gpu *g, const sala_draft_grow_args *a)
 
 // One operation, in the form of the pass.
 static void sala__run_gpu(sala__gpu *g, int operation, const void *args) {
+    if (operation != SALA__OP_gemm && operation != SALA__OP_gemm_swiglu)
+        sala__take_due(g, NULL, NULL, 0, NULL);
     switch (operation) {
     case SALA__OP_embed: sala__launch_embed(g, (const sala_embed_args *)args); break;
     case SALA__OP_rope_table: sala__launch_rope_table(g, (const sala_rope_args *)args); break;
@@ -8987,6 +9073,7 @@ static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) 
     g->dims = dims;
     g->multiprocessors = g->cuda.multiprocessors;
     g->early = 1;
+    g->row_shared = g->cuda.shared >= 228 << 10 ? SALA__ROW_SHARED : SALA_GEMM4_SHARED;
     sala__gpu_dims_option(dims, dims_option);
     double start = sala__now();
     int count = 1;
@@ -9000,7 +9087,9 @@ static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) 
         unsigned unit = sala__kernels[i].unit, before = g->units & ((1u << unit) - 1);
         int module = __builtin_popcount(before); // units are loaded in order
         if (g->units >> unit & 1)
-            code = sala__cuda_get_kernel(&g->cuda, module, sala__kernels[i].name, SALA__SHARED_MOST,
+            code = sala__cuda_get_kernel(&g->cuda, module, sala__kernels[i].name,
+                                         i == SALA__KERNEL_gemm_nvfp4_row ? (unsigned)g->row_shared
+                                                                          : SALA__SHARED_MOST,
                                          &g->kernels[i], err);
     }
     return code;
@@ -9514,6 +9603,7 @@ struct sala {
     sala__tokenizer tokenizer;
     int has_tokenizer, sparse_layers, lightning_layers;
     sala__plan plan;
+    int32_t default_snapshots; // of prefixes: what fits, up to 16
     sala__cpu cpu;
     int cpu_open;
     sala__gpu gpu;
@@ -9928,7 +10018,7 @@ static int32_t sala__plan_snapshots(const sala *s) {
     int64_t each = (int64_t)s->plan.state * 4 * s->lightning_layers,
             memory = s->options.reuse_memory;
     if (sala__reuse_is(s, "off")) return 0;
-    if (!memory || !each) return 16;
+    if (!memory || !each) return s->default_snapshots;
     return (int32_t)(memory / each < 4096 ? memory / each : 4096);
 }
 
@@ -10060,9 +10150,17 @@ static int sala__make_plan(sala *s, sala_error *err) {
     p->limit = o->memory_limit ? o->memory_limit : s->on_gpu ? s->gpu_free : sala__free_memory();
     int code = sala__choose_prefill(s, err);
     if (code < 0) return code;
+    s->default_snapshots = 16;
     int64_t total = sala__measure(s);
+    if (total > p->limit && p->reuse_bytes && !o->reuse_memory) { // they give way
+        int64_t each = p->reuse_bytes / p->snapshots, excess = (total - p->limit + each - 1) / each;
+        s->default_snapshots = excess < 16 ? 16 - (int32_t)excess : 0;
+        if (o->reuse && !s->default_snapshots) s->default_snapshots = 1;
+        total = sala__measure(s);
+        if (!p->snapshots && total <= p->limit) s->options.reuse = "off";
+    }
     if (total < 0) return sala__fail(err, SALA_E_MEMORY, "the plan takes more than 1000 TB");
-    if (!p->snapshots && !sala__reuse_is(s, "off"))
+    if (!p->snapshots && o->reuse_memory && !sala__reuse_is(s, "off"))
         return sala__fail(
             err, SALA_E_ARGUMENT,
             "reuse-memory (%lld) holds no snapshot of the lightning states, which are "
@@ -10072,13 +10170,13 @@ static int sala__make_plan(sala *s, sala_error *err) {
     return sala__fail(
         err, SALA_E_MEMORY,
         "the plan takes %.1f MiB (weights %.1f, draft head %.1f + %.1f, K/V %.1f, states "
-        "%.1f, pending paths %.1f, prefixes %.1f, unpacking %.1f, scratch %.1f) but %.1f MiB are "
+        "%.1f, pending paths %.1f, prefixes %.1f, unpacking %.1f, scratch %.1f) but %.*f MiB are "
         "%s%s: lower context (%lld), kv-tokens (%lld), max-sequences (%d), chunk (%d) or "
         "reuse-memory",
         (double)total * mib, (double)p->weight_bytes * mib, (double)p->draft_weight_bytes * mib,
         (double)s->draft.kv_bytes * mib, (double)p->kv_bytes * mib, (double)p->state_bytes * mib,
         (double)p->pending_bytes * mib, (double)p->reuse_bytes * mib, (double)p->unpack_bytes * mib,
-        (double)p->scratch_bytes * mib, (double)p->limit * mib,
+        (double)p->scratch_bytes * mib, p->limit < 1 << 20 ? 6 : 1, (double)p->limit * mib,
         o->memory_limit ? "allowed" : "free", s->on_gpu ? " on the GPU" : "", (long long)o->context,
         (long long)o->kv_tokens, o->max_sequences, o->chunk);
 }
@@ -10100,6 +10198,7 @@ static int64_t sala__longest_context(const sala *s) {
     trial.gpu_draft_weight_bytes = s->gpu_draft_weight_bytes;
     trial.plan.unpack_bytes = s->plan.unpack_bytes;
     trial.has_draft = s->has_draft;
+    trial.default_snapshots = s->options.reuse != NULL; // the others give way
     trial.draft_config = s->draft_config;
     int64_t block = s->config.dims.block, fits = 0, most = ((int64_t)1 << 30) / block;
     while (fits < most) {
@@ -10145,7 +10244,7 @@ static int sala__config_path(const sala *s, const char *path, char **file, sala_
     struct stat st;
     int synthetic = s->options.synthetic;
     if (!synthetic && stat(path, &st) < 0)
-        return sala__fail(err, SALA_E_FILE, "%s: no such model folder: %s", path, strerror(errno));
+        return sala__fail(err, SALA_E_FILE, "%s: no such folder: %s", path, strerror(errno));
     if (!synthetic && !S_ISDIR(st.st_mode))
         return sala__fail(err, SALA_E_FILE,
                           "%s: not a folder; give the folder that holds config.json", path);
@@ -11969,7 +12068,9 @@ static int sala__request_copy(sala *s, const sala_request *ask, sala__request *r
             (char *)sala__copy(s, text, strlen(text) + 1, 1, "a stop string", err);
         if (!r->stop[r->stop_count]) return SALA_E_MEMORY;
     }
-    if (s->has_tokenizer) sala__stream_init(&s->tokenizer, ask->special_text, &r->stream);
+    r->stream.t = &s->tokenizer; // a loaded request's goes on
+    r->stream.special = ask->special_text;
+    r->stream.begun |= !ask->text && !ask->token_count; // what it goes on from has begun the text
     code = sala__sampler_init(&s->env, ask, s->config.dims.vocab, &r->sampler, err);
     for (int64_t i = 0; code == 0 && i < r->token_count; i++)
         sala__sampler_note(&r->sampler, r->tokens[i], 0);
@@ -12092,6 +12193,15 @@ SALA_API int sala_release(sala *s, int64_t sequence, sala_error *err) {
                           (long long)sequence, (long long)q->request);
     sala__free_sequence(s, q);
     return 0;
+}
+
+SALA_API int64_t sala_history(sala *s, int64_t sequence, const int32_t **tokens, sala_error *err) {
+    sala__clear(err);
+    const sala__sequence *q = sala__find_sequence(s, sequence);
+    if (!q)
+        return sala__fail(err, SALA_E_ARGUMENT, "there is no sequence %lld", (long long)sequence);
+    *tokens = q->tokens;
+    return (int64_t)q->token_count;
 }
 
 // ---- the pass ----
@@ -12678,8 +12788,10 @@ static int sala__finish(sala *s, sala__request *r, int reason, int show_rest, sa
             q->root = r->tokens[0]; // cancelled before it was read
         q->token_count =
             (size_t)q->stored + (q->root >= 0); // cancelled in prefill: what was not read never was
-        e->sequence = r->keep || r->slot < 0 ? q->id : 0;
-        if (!e->sequence) sala__free_sequence(s, q);
+        // One that never began leaves the sequence that it named; what its history would have taken
+        // over is not its own.
+        e->sequence = (r->slot < 0 ? !r->reused : r->keep) ? q->id : 0;
+        if (!e->sequence && r->slot >= 0) sala__free_sequence(s, q);
     }
     r->slot = -2;
     return sala__emit_text(s, r, r->held.size, err);
@@ -13684,11 +13796,11 @@ SALA_API int sala_check_weights(sala *s, sala_error *err) {
            8     4  version, see SALA__SESSION_VERSION
           12     4  zero
           16     8  P: bytes of what follows, without checksums
-          24     -  blocks of 2^20 bytes, the last one shorter: a checksum of 8 bytes, then bytes of P
+          24     -  blocks of 2^19 bytes, the last one shorter: a checksum of 8 bytes, then bytes of P
    P:      0    96  sala__session_head
                  -  list of int32: the history; list of sala__phase
-                 -  if has_request: sala__session_request; the fields of sala_request in the order of
-                    sala__request_table; lists: forced tokens, guess and stop tokens (int32), biases
+                 -  if has_request: what sala__session_course moves; the fields of sala_request in
+                    the order of sala__request_table; lists: forced tokens, guess and stop tokens (int32), biases
                     (sala_bias), text held back, then stop strings, each a list with its zero
                  -  of each sparse layer k, v, tier 1, tier 2: the rows that exist, page by page
                     [kv_heads, rows of the page, head_dim] act
@@ -13697,14 +13809,17 @@ SALA_API int sala_check_weights(sala *s, sala_error *err) {
                  -  if draft: k, v of the draft head [pages, kv_heads, rows of the page, head_dim] act,
                     features that wait [tokens, 3 hidden] act
 
-   A checksum goes on from the one before it, the first one from the bytes before it: whatever is
-   changed, missing or from another file does not fit.
+   A checksum is of the one before it (the first: of the bytes before it) and the block's own sum, so
+   that threads can sum blocks, and whatever is changed, missing or from another file does not fit.
    -------------------------------------------------------------------------------------------- */
 
 // To be raised when the layout changes, or a number that a pass computes.
-#define SALA__SESSION_VERSION 1
-#define SALA__SESSION_BLOCK ((size_t)1 << 20)
+#define SALA__SESSION_VERSION 2
+#ifndef SALA__SESSION_BLOCK // tests want many
+#define SALA__SESSION_BLOCK ((size_t)1 << 19)
+#endif
 #define SALA__SESSION_START 24 // where the blocks begin
+#define SALA__SESSION_WINDOW 8 // blocks, at most, that are read at once; locking 1 MiB takes 0.7 ms
 
 typedef struct sala__session_head {
     uint64_t model, draft; // fingerprints; draft 0: the head knows nothing of the sequence
@@ -13714,27 +13829,23 @@ typedef struct sala__session_head {
     int64_t zero[2];
 } sala__session_head;
 
-typedef struct sala__session_request { // names as in sala__request
-    int64_t token_count, prefilled, segment_start, chosen, shared, reused, decode_bytes;
-    double
-        age[4]; // seconds since it was submitted, admitted, its first and last token; -1: not yet
-    sala_timings counted;
-    int32_t took_root, cancelled;
-    int32_t text_begun, text_held; // of its text: something came out; bytes of half a character
-    char text[4], zero[4];
-} sala__session_request;
-
 typedef struct sala__session {
     sala *s;
     const char *path;
     sala_error *err;
     int code;    // of the first failure, behind which nothing happens
-    int reading; // or writing; without a block, nothing is written, only measured
+    int reading; // or writing; without memory, nothing is written, only measured
     int fd;
-    unsigned char *block; // page-locked where the engine is on a GPU
-    size_t at, size;      // the next byte of it; where it ends
-    uint64_t sum;         // of the block before
-    int64_t total, left;  // P, and how much of it is still to come
+    sala__cpu pool;           // threads where the engine is on a GPU and has none
+    unsigned char *memory;    // a window, or two page-locked ones where it is on a GPU
+    unsigned char *window;    // the one at hand
+    int64_t from, whole;      // where the window is in the file; bytes of the file
+    int blocks, count, index; // windows hold so many; this one does; the block at hand
+    size_t at, size;          // the next byte of it; where it ends
+    uint64_t sum;             // of the block before
+    int64_t total, left;      // P, and how much of it is still to come
+    uint64_t sums[SALA__SESSION_WINDOW];
+    int errors[SALA__SESSION_WINDOW];
 } sala__session;
 
 // ---- the file ----
@@ -13783,54 +13894,95 @@ static void sala__session_must(sala__session *f, int holds, const char *what) {
     if (!holds) sala__session_fail(f, SALA_E_FILE, "a damaged session: %s cannot be", what);
 }
 
-// These bytes to or from the file, as many as there are.
-static size_t sala__session_move(sala__session *f, unsigned char *bytes, size_t count) {
-    size_t done = 0;
-    ssize_t n = 1;
-    while (done < count && n > 0) {
-        n = f->reading ? read(f->fd, bytes + done, count - done)
-                       : write(f->fd, bytes + done, count - done);
-        if (n > 0) done += (size_t)n;
-        if (n < 0 && errno == EINTR) n = 1;
+// These bytes to or from a place of the file. Returns 0, an errno, or -1 where the file ends.
+static int sala__session_move(const sala__session *f, void *bytes, size_t count, int64_t place) {
+    for (char *p = (char *)bytes; count;) {
+        ssize_t n = f->reading ? pread(f->fd, p, count, place) : pwrite(f->fd, p, count, place);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) return n ? errno : -1;
+        p += n;
+        place += n;
+        count -= (size_t)n;
     }
-    if (n < 0)
+    return 0;
+}
+
+static void sala__session_moved(sala__session *f, int error) {
+    if (error < 0) sala__session_fail(f, SALA_E_FILE, "it became shorter while it was read");
+    if (error > 0)
         sala__session_fail(f, SALA_E_FILE, "cannot %s: %s", f->reading ? "read" : "write",
-                           strerror(errno));
-    return done;
+                           strerror(error));
+}
+
+static int64_t sala__session_whole(int64_t total) { // bytes of a file of so many
+    const int64_t payload = (int64_t)SALA__SESSION_BLOCK - 8;
+    return SALA__SESSION_START + total + (total + payload - 1) / payload * 8;
+}
+
+static size_t sala__session_size(const sala__session *f, int64_t i) { // of a block of the window
+    int64_t rest = f->whole - f->from - i * (int64_t)SALA__SESSION_BLOCK;
+    return rest < (int64_t)SALA__SESSION_BLOCK ? (size_t)rest : SALA__SESSION_BLOCK;
+}
+
+// What threads do: read a block, and sum it.
+static void sala__session_item(void *context, int64_t i, int thread) {
+    sala__session *f = (sala__session *)context;
+    unsigned char *block = f->window + (size_t)i * SALA__SESSION_BLOCK;
+    size_t size = sala__session_size(f, i);
+    int64_t place = f->from + i * (int64_t)SALA__SESSION_BLOCK;
+    (void)thread;
+    f->errors[i] = f->reading ? sala__session_move(f, block, size, place) : 0;
+    if (!f->errors[i]) f->sums[i] = sala__checksum(0, block + 8, size - 8);
+}
+
+// Read a window and check it, while the device still copies from the other one; or write this one.
+static void sala__session_window(sala__session *f) {
+    sala *s = f->s;
+    if (s->on_gpu && !f->reading) f->code = sala__cuda_wait(&s->gpu.cuda, f->err);
+    if (f->code < 0) return;
+    sala__parallel(s->on_gpu ? &f->pool : &s->cpu, f->count, sala__session_item, f);
+    if (s->on_gpu && f->reading) f->code = sala__cuda_wait(&s->gpu.cuda, f->err);
+    for (int i = 0; i < f->count && f->code == 0; i++) {
+        unsigned char *block = f->window + (size_t)i * SALA__SESSION_BLOCK;
+        int64_t place = f->from + i * (int64_t)SALA__SESSION_BLOCK;
+        size_t size = sala__session_size(f, i);
+        uint64_t sum = f->sum = sala__checksum(f->sum, &f->sums[i], 8);
+        memcpy(f->reading ? (void *)&sum : block, f->reading ? block : (void *)&sum, 8);
+        if (!f->reading) f->errors[i] = sala__session_move(f, block, size, place);
+        sala__session_moved(f, f->errors[i]);
+        if (sum != f->sum)
+            sala__session_fail(f, SALA_E_FILE, "a damaged session: a checksum is wrong");
+        sala__progress(&s->env, f->reading ? "loading" : "saving",
+                       ((double)place + (double)size) / (double)f->whole);
+    }
 }
 
 // The block is full, or read to its end: on to the next one.
 static void sala__session_turn(sala__session *f) {
-    sala *s = f->s;
-    uint64_t sum;
-    if (s->on_gpu) f->code = sala__cuda_wait(&s->gpu.cuda, f->err); // its copies are under way
-    if (f->code < 0) return;
-    sala__progress(&s->env, f->reading ? "loading" : "saving",
-                   1 - (double)f->left / (double)f->total);
-    if (!f->reading) {
-        f->sum = sala__checksum(f->sum, f->block + 8, f->at - 8);
-        memcpy(f->block, &f->sum, 8);
-        sala__session_move(f, f->block, f->at);
-    } else {
-        sala__session_must(f, f->left > 0, "its end");
-        if (f->left < (int64_t)f->size - 8) f->size = (size_t)f->left + 8;
-        if (f->code == 0 && sala__session_move(f, f->block, f->size) < f->size)
-            sala__session_fail(f, SALA_E_FILE, "it became shorter while it was read");
-        memcpy(&sum, f->block, 8);
-        f->sum = sala__checksum(f->sum, f->block + 8, f->size - 8);
-        if (sum != f->sum)
-            sala__session_fail(f, SALA_E_FILE, "a damaged session: a checksum is wrong");
+    if (++f->index == f->count) {
+        if (!f->reading) sala__session_window(f);
+        f->from += f->count * (int64_t)SALA__SESSION_BLOCK;
+        int64_t rest =
+            (f->whole - f->from + (int64_t)SALA__SESSION_BLOCK - 1) / (int64_t)SALA__SESSION_BLOCK;
+        f->index = 0;
+        f->count = rest < f->blocks ? (int)rest : f->blocks;
+        sala__session_must(f, rest > 0, "its end");
+        if (f->s->on_gpu) // what is copied stays whole
+            f->window = f->window == f->memory ? f->memory + (size_t)f->blocks * SALA__SESSION_BLOCK
+                                               : f->memory;
+        if (f->reading && f->code == 0) sala__session_window(f);
     }
     f->at = 8;
+    f->size = f->code < 0 ? f->at : sala__session_size(f, f->index);
 }
 
 // The next bytes of P: `p` to the file, or from it to `p`. `there`: p lies where operations run.
 static void sala__session_io(sala__session *f, const void *p, size_t bytes, int there) {
     sala__cuda *c = &f->s->gpu.cuda;
     char *at = (char *)(uintptr_t)p;
-    if (!f->block) f->total += (int64_t)bytes;
-    while (f->block && bytes && f->code == 0) {
-        unsigned char *b = f->block + f->at;
+    if (!f->memory) f->total += (int64_t)bytes;
+    while (f->memory && bytes && f->code == 0) {
+        unsigned char *b = f->window + (size_t)f->index * SALA__SESSION_BLOCK + f->at;
         size_t n = f->size - f->at < bytes ? f->size - f->at : bytes;
         if (n == 0)
             sala__session_turn(f);
@@ -14026,30 +14178,28 @@ static void sala__session_ask(sala__session *f, sala_request *ask, sala__string 
     held->size = held->capacity = (size_t)bytes;
 }
 
-static double sala__session_age(double time) {
-    return time > 0 ? sala__now() - time : -1;
+// How far it is, in either direction. Times are ages in a file, since clocks begin anew; -1: not yet.
+static void sala__session_course(sala__session *f, sala__request *r) {
+    sala__stream *t = &r->stream;
+    double *const times[4] = {&r->submitted, &r->admitted, &r->first_token, &r->last_token};
+    void *const longs[] = {&r->token_count, &r->prefilled, &r->chosen, &r->reused,
+                           &r->decode_bytes};
+    void *const ints[] = {&r->segment_start, &r->shared,    &r->took_root, &r->cancelled,
+                          &t->begun,         &t->held_size, t->held};
+    for (int i = 0; i < 5; i++) sala__session_io(f, longs[i], 8, 0);
+    for (int i = 0; i < 7; i++) sala__session_io(f, ints[i], 4, 0);
+    for (int i = 0; i < 4; i++) {
+        double now = sala__now(), age = *times[i] > 0 ? now - *times[i] : -1;
+        sala__session_io(f, &age, sizeof age, 0);
+        if (f->reading) // of a machine that booted just now none is so long ago
+            *times[i] = age >= 0 ? fmax(now - age, 1e-9) : 0;
+    }
+    sala__session_io(f, &r->counted, sizeof r->counted, 0);
 }
 
 static void sala__session_put_request(sala__session *f, const sala__request *r) {
-    const double times[4] = {r->submitted, r->admitted, r->first_token, r->last_token};
-    sala__session_request w;
     sala_request ask = r->asked;
     sala__string held = r->held;
-    memset(&w, 0, sizeof w);
-    w.token_count = r->token_count;
-    w.prefilled = r->prefilled;
-    w.segment_start = r->segment_start;
-    w.chosen = r->chosen;
-    w.shared = r->shared;
-    w.reused = r->reused;
-    w.decode_bytes = r->decode_bytes;
-    for (int i = 0; i < 4; i++) w.age[i] = sala__session_age(times[i]);
-    w.counted = r->counted;
-    w.took_root = r->took_root;
-    w.cancelled = r->cancelled;
-    w.text_begun = r->stream.begun;
-    w.text_held = r->stream.held_size;
-    memcpy(w.text, r->stream.held, (size_t)r->stream.held_size);
     ask.max_tokens = r->max_tokens; // no longer "default"
     ask.sequence = 0;
     ask.force = r->force;
@@ -14057,81 +14207,74 @@ static void sala__session_put_request(sala__session *f, const sala__request *r) 
     ask.stop_tokens = r->stop_tokens;
     ask.biases = r->biases;
     ask.stop = (const char *const *)r->stop;
-    sala__session_io(f, &w, sizeof w, 0);
+    sala__session_course(f, (sala__request *)(uintptr_t)r);
     sala__session_ask(f, &ask, &held, NULL);
 }
 
-// Can a request that began there be where this one is? Sums of numbers up to the context do not overflow.
-static int sala__session_agrees(const sala *s, const sala__session_head *h, int64_t history,
-                                const sala__session_request *w) {
-    const int64_t *n = &w->token_count, *count = w->counted.verifies;
-    int ok = w->token_count > 0 && (unsigned)w->took_root <= 1 && (unsigned)w->text_held <= 3;
-    for (int i = 0; i < 4; i++) ok &= n[i] >= 0 && n[i] <= s->options.context;
-    for (; ok && count < (const int64_t *)&w->counted.draft_seconds; count++)
+// Can a request that began there be where this one is? Sums of numbers up to the history do not overflow.
+static int sala__session_agrees(const sala__session_head *h, int64_t history,
+                                const sala__request *r) {
+    const int64_t n[] = {r->token_count, r->prefilled, r->segment_start, r->chosen, r->reused};
+    const int64_t *count = r->counted.verifies;
+    int ok = r->token_count > 0 && (unsigned)(r->took_root | r->cancelled | r->stream.begun) <= 1;
+    for (int i = 0; i < 5; i++) ok &= n[i] >= 0 && n[i] <= history;
+    for (; ok && count < (const int64_t *)&r->counted.draft_seconds; count++)
         ok = *count >= 0 && *count < (int64_t)1 << 48; // statistics, to which more is added
-    ok = ok && w->shared >= 0 && w->shared <= w->prefilled && w->reused >= 0;
-    ok = ok && w->reused <= s->options.context && w->decode_bytes >= 0 &&
-         w->decode_bytes < (int64_t)1 << 60;
-    ok = ok && history == w->segment_start + w->token_count + w->chosen;
-    ok = ok && h->stored == w->segment_start + w->prefilled + (w->chosen ? w->chosen - 1 : 0);
-    if (w->chosen == 0) return ok && w->prefilled < w->token_count && h->pending == 0;
-    return ok && w->prefilled == w->token_count && h->pending < w->chosen;
+    ok = ok && r->shared >= 0 && r->shared <= r->prefilled && (unsigned)r->stream.held_size <= 3;
+    ok = ok && r->decode_bytes >= 0 && r->decode_bytes < (int64_t)1 << 60;
+    ok = ok && history == r->segment_start + r->token_count + r->chosen;
+    ok = ok && h->stored == r->segment_start + r->prefilled + (r->chosen ? r->chosen - 1 : 0);
+    if (r->chosen == 0) return ok && r->prefilled < r->token_count && h->pending == 0;
+    return ok && r->prefilled == r->token_count && h->pending < r->chosen;
 }
 
-// A request as if it were submitted, and then what has happened since.
-static sala__request *sala__session_revive(sala__session *f, const sala_request *ask,
-                                           const sala__session_request *w,
-                                           const sala__string *held) {
+static void sala__session_room(sala__session *f,
+                               int64_t tokens) { // for the longest that it can become
+    if (tokens > f->s->options.context)
+        sala__session_fail(f, SALA_E_ARGUMENT,
+                           "needs %lld tokens, more than the context of %lld: raise --context",
+                           (long long)tokens, (long long)f->s->options.context);
+}
+
+// As if it were submitted, and all that has happened since.
+static void sala__session_revive(sala__session *f, const sala_request *ask, sala__request *r,
+                                 const sala__string *held) {
     sala *s = f->s;
     sala_error why;
-    sala__request *r = (sala__request *)sala__alloc(&s->env, 1, sizeof *r, "a request", f->err);
-    if (!r) f->code = SALA_E_MEMORY;
-    if (!r) return NULL;
     int code = sala__check_request_fields(ask, &why);
+    if (code == 0) sala__session_room(f, r->segment_start + r->token_count + ask->max_tokens);
+    if (f->code < 0) return;
     if (code == 0) code = sala__request_copy(s, ask, r, &why);
     if (code == 0) code = sala__request_fits(s, r, ask, &why);
     if (code == 0) code = sala__append(&s->env, &r->held, held->data, held->size, &why);
     if (code < 0) sala__session_fail(f, code, "its request cannot go on here: %s", why.text);
-    double *const times[4] = {&r->submitted, &r->admitted, &r->first_token, &r->last_token};
-    for (int i = 0; i < 4; i++) // of a machine that booted just now none is so long ago
-        *times[i] = w->age[i] >= 0 ? fmax(sala__now() - w->age[i], 1e-9) : 0;
-    r->prefilled = w->prefilled;
-    r->shared = (int32_t)w->shared;
-    r->reused = w->reused;
-    r->segment_start = (int32_t)w->segment_start;
-    r->chosen = r->spec.before = w->chosen;
-    r->state = w->chosen ? SALA__DECODE : SALA__PREFILL;
-    r->decode_bytes = w->decode_bytes;
-    r->counted = w->counted;
-    r->took_root = w->took_root;
-    r->cancelled = w->cancelled != 0;
-    r->stream.begun = w->text_begun != 0;
-    r->stream.held_size = w->text_held;
-    memcpy(r->stream.held, w->text, sizeof w->text);
-    return r;
+    r->spec.before = r->chosen;
+    r->state = r->chosen ? SALA__DECODE : SALA__PREFILL;
 }
 
 static sala__request *sala__session_get_request(sala__session *f, const sala__session_head *h,
                                                 const int32_t *tokens, int64_t count) {
+    sala *s = f->s;
     const char *stop[SALA__STOP_STRINGS] = {NULL};
     sala__string held = {NULL, 0, 0};
-    sala__session_request w;
-    sala__request *r = NULL;
     sala_request ask;
-    memset(&w, 0, sizeof w);
+    sala__request *r = (sala__request *)sala__alloc(&s->env, 1, sizeof *r, "a request", f->err);
+    if (!r) f->code = SALA_E_MEMORY;
+    if (!r) return NULL;
     memset(&ask, 0, sizeof ask);
-    sala__session_io(f, &w, sizeof w, 0);
-    sala__session_must(f, sala__session_agrees(f->s, h, count, &w), "where its request is");
+    sala__session_course(f, r);
+    sala__session_must(f, sala__session_agrees(h, count, r), "where its request is");
     sala__session_ask(f, &ask, &held, stop);
-    sala__session_must(f, ask.max_tokens > w.chosen && ask.sequence == 0, "where its request ends");
-    ask.tokens = tokens + w.segment_start;
-    ask.token_count = w.token_count;
-    if (f->code == 0) r = sala__session_revive(f, &ask, &w, &held);
-    for (int64_t i = 0; r && f->code == 0 && i < count; i++)
-        sala__sampler_note(&r->sampler, tokens[i], i >= count - w.chosen);
+    sala__session_must(f, ask.max_tokens > r->chosen && ask.sequence == 0,
+                       "where its request ends");
+    ask.tokens = f->code < 0 ? NULL : tokens + r->segment_start;
+    ask.token_count = r->token_count;
+    if (f->code == 0) sala__session_revive(f, &ask, r, &held);
+    for (int64_t i = 0; f->code == 0 && i < count; i++)
+        sala__sampler_note(&r->sampler, tokens[i], i >= count - r->chosen);
     const void *const lists[] = {ask.force, ask.guess, ask.stop_tokens, ask.biases, held.data};
-    for (int i = 0; i < 5; i++) sala__release(&f->s->env, (void *)(uintptr_t)lists[i]);
-    for (int i = 0; i < ask.stop_count; i++) sala__release(&f->s->env, (void *)(uintptr_t)stop[i]);
+    for (int i = 0; i < 5; i++) sala__release(&s->env, (void *)(uintptr_t)lists[i]);
+    for (int i = 0; i < ask.stop_count; i++) sala__release(&s->env, (void *)(uintptr_t)stop[i]);
     return r;
 }
 
@@ -14164,34 +14307,42 @@ static void sala__session_start(sala__session *f, unsigned char start[SALA__SESS
     f->sum = sala__checksum(0, start, SALA__SESSION_START);
 }
 
-// The block, and the device if there is one.
+// The windows, and the device if there is one.
 static void sala__session_begin(sala__session *f) {
     sala *s = f->s;
-    void *block = NULL;
+    void *memory = NULL;
+    f->whole = sala__session_whole(f->total);
+    f->from = SALA__SESSION_START;
+    f->left = f->total;
+    f->index = -1; // before the first block of a window that is done
+    f->blocks = SALA__SESSION_WINDOW;
+    if (f->whole < f->blocks * (int64_t)SALA__SESSION_BLOCK)
+        f->blocks = (int)(f->whole / (int64_t)SALA__SESSION_BLOCK) + 1;
+    size_t bytes = (size_t)f->blocks * SALA__SESSION_BLOCK;
     if (!s->on_gpu) {
-        block = sala__alloc(&s->env, SALA__SESSION_BLOCK, 1, "a session", f->err);
-        if (!block) f->code = SALA_E_MEMORY;
+        memory = sala__alloc(&s->env, bytes, 1, "a session", f->err);
+        if (!memory) f->code = SALA_E_MEMORY;
     } else if ((f->code = sala__cuda_enter(&s->gpu.cuda, f->err)) == 0) {
-        f->code =
-            sala__cuda_alloc_host(&s->gpu.cuda, SALA__SESSION_BLOCK, "a session", &block, f->err);
+        int threads = s->options.threads < f->blocks ? s->options.threads : f->blocks;
+        f->code = sala__cpu_open(&s->env, threads, 0, &f->pool, f->err);
+        if (f->code == 0)
+            f->code = sala__cuda_alloc_host(&s->gpu.cuda, 2 * bytes, "a session", &memory, f->err);
         if (f->code < 0) sala__cuda_leave(&s->gpu.cuda);
     }
-    f->block = (unsigned char *)block;
-    f->size = SALA__SESSION_BLOCK;
-    f->at = f->reading ? f->size : 8;
-    f->left = f->total;
+    f->memory = f->window = (unsigned char *)memory;
 }
 
 static void sala__session_end(sala__session *f) {
     sala__cuda *c = &f->s->gpu.cuda;
-    if (f->block && f->s->on_gpu) {
+    if (f->memory && f->s->on_gpu) {
         int code = sala__cuda_wait(c, f->code ? NULL : f->err); // copies may be under way
         if (f->code == 0) f->code = code;
-        sala__cuda_release_host(c, f->block);
+        sala__cuda_release_host(c, f->memory);
         sala__cuda_leave(c);
-    } else if (f->block) {
-        sala__release(&f->s->env, f->block);
+    } else if (f->memory) {
+        sala__release(&f->s->env, f->memory);
     }
+    sala__cpu_close(&f->pool);
 }
 
 // Write everything to a fresh file beside the path, which then takes the path's place.
@@ -14202,9 +14353,9 @@ static void sala__session_write(sala__session *f, const sala__sequence *q, const
     if (f->fd < 0) sala__session_fail(f, SALA_E_FILE, "cannot create: %s", strerror(errno));
     if (f->fd < 0) return;
     sala__session_start(f, start);
-    sala__session_move(f, start, sizeof start);
+    sala__session_moved(f, sala__session_move(f, start, sizeof start, 0));
     sala__session_put(f, q, r);
-    if (f->code == 0) sala__session_turn(f);
+    if (f->code == 0) sala__session_window(f);
     int bad = f->code == 0 && fsync(f->fd) != 0;
     bad |= close(f->fd) != 0;
     if (f->code == 0 && (bad || rename(part, f->path) != 0))
@@ -14221,15 +14372,24 @@ SALA_API int sala_save(sala *s, int64_t id, const char *path, sala_error *err) {
     sala__session f;
     sala__string part = {NULL, 0, 0};
     struct stat st;
+    char real[4096];
     sala__clear(err);
     if (s->failed) return sala__failed(err);
     if (!path || !*path) return sala__fail(err, SALA_E_ARGUMENT, "sala_save: no path given");
     if (stat(path, &st) == 0 && !S_ISREG(st.st_mode))
         return sala__fail(err, SALA_E_FILE, "%s: not a regular file", path);
+    if (realpath(path, real)) path = real; // through a link, to where it points
     const sala__sequence *q = sala__find_sequence(s, id);
     const sala__request *r = s->requests;
     while (r && !(r->slot >= 0 && (r->id == id || (q && r->sequence == id)))) r = r->next;
     if (r) q = &s->sequences[r->slot];
+    for (const sala__request *w = s->requests; w && !q; w = w->next)
+        if (w->id == id)
+            return sala__fail(
+                err, SALA_E_STATE,
+                "request %lld still waits, so there is nothing to save of it: sala_step "
+                "begins it when there is room",
+                (long long)id);
     if (!q)
         return sala__fail(err, SALA_E_ARGUMENT,
                           "there is no sequence %lld and no request of that number at work",
@@ -14253,7 +14413,6 @@ SALA_API int sala_save(sala *s, int64_t id, const char *path, sala_error *err) {
 // Open a file and look at its first bytes.
 static void sala__session_open(sala__session *f) {
     unsigned char start[SALA__SESSION_START] = {0}, want[SALA__SESSION_START];
-    const int64_t payload = (int64_t)SALA__SESSION_BLOCK - 8;
     uint32_t version;
     struct stat st;
     memset(&st, 0, sizeof st);
@@ -14261,7 +14420,8 @@ static void sala__session_open(sala__session *f) {
     if (f->fd < 0 || fstat(f->fd, &st) < 0)
         sala__session_fail(f, SALA_E_FILE, "cannot open: %s", strerror(errno));
     if (f->code < 0) return;
-    if (S_ISREG(st.st_mode)) sala__session_move(f, start, sizeof start);
+    int error = S_ISREG(st.st_mode) ? sala__session_move(f, start, sizeof start, 0) : 0;
+    if (error > 0) sala__session_moved(f, error);
     if (memcmp(start, "SALASES", 8) != 0)
         sala__session_fail(f, SALA_E_FILE, "not a session that sala_save wrote");
     memcpy(&version, start + 8, 4);
@@ -14274,7 +14434,7 @@ static void sala__session_open(sala__session *f) {
         f, memcmp(start, want, sizeof start) == 0 && f->total > 0 && f->total < INT64_MAX / 2,
         "how it begins");
     if (f->code < 0) return;
-    int64_t whole = f->total + SALA__SESSION_START + (f->total + payload - 1) / payload * 8;
+    int64_t whole = sala__session_whole(f->total);
     if (whole != st.st_size)
         sala__session_fail(f, SALA_E_FILE,
                            "a session cut short or altered: %lld bytes instead of %lld",
@@ -14324,10 +14484,7 @@ static sala__sequence *sala__session_place(sala__session *f, const sala__sequenc
     int64_t need = sala__pages_for(s, tokens);
     for (int i = 0; !q && i < s->plan.slots; i++)
         if (!s->sequences[i].id) q = &s->sequences[i];
-    if (tokens > s->options.context)
-        sala__session_fail(f, SALA_E_ARGUMENT,
-                           "needs %lld tokens, more than the context of %lld: raise --context",
-                           (long long)tokens, (long long)s->options.context);
+    sala__session_room(f, tokens);
     if (!q)
         sala__session_fail(f, SALA_E_MEMORY,
                            "all %d sequences are taken: release one or raise --max-sequences",

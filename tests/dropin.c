@@ -12,10 +12,12 @@ int main(void) {
     ask.text = "Once upon a time there was a brave fox named Pip.";
     ask.max_tokens = 64;
     if (sala_submit(s, &ask, &err) < 0) return fprintf(stderr, "%s\n", err.text), 1;
-    while (sala_step(s, &err) > 0) {
+    int more;
+    while ((more = sala_step(s, &err)) > 0) {
         sala_event ev;
         while (sala_next_event(s, &ev)) fwrite(ev.text, 1, ev.text_bytes, stdout);
     }
     sala_close(s);
-    return 0;
+    printf("\n");
+    return more < 0 ? fprintf(stderr, "%s\n", err.text), 1 : 0;
 }

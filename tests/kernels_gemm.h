@@ -392,6 +392,7 @@ static void gemm_norm_run(gemm_norm_case *c) {
     size_t bytes = (size_t)c->rows * (size_t)c->width * 2;
     int32_t arrivals[2];
     sala__launch_gemm_norm(gpu, &c->a);
+    sala__take_due(gpu, NULL, NULL, 0, NULL);
     device_sync();
     from_device(c->x, c->a.norm.x, bytes);
     from_device(c->y, c->a.norm.y, bytes);
@@ -549,14 +550,50 @@ static inline void test_gemm_exact_case(int k, int n) {
     gemm_free_weight(&w), free(x), free(got);
 }
 
-// Every number of rows: each row's bits are those that it has alone.
+// A norm that its reader makes: the same bits as one that stands in memory, in all that read it.
+static inline void test_gemm_due_case(int rows, int k, int width, int n) {
+    gemm_norm_case c = gemm_norm_open(rows, k, width);
+    sala_weight w = gemm_weight(n, width, 1), up = gemm_weight(n, width, 1);
+    sala_weight packed = gemm_pack(&w, NULL), pair = gemm_pack(&w, &up);
+    size_t bytes = (size_t)rows * (size_t)n * 2;
+    char *got[4];
+    for (int i = 0; i < 4;
+         i++) { // products, gate and up; the norm is made by its reader, or before
+        sala_gemm_args a = {rows, 1, c.a.norm.y, {packed}, {NULL}, NULL, {NULL, NULL, 0, 0},
+                            NULL, 0, 0,          {0}};
+        sala_gemm_swiglu_args g;
+        memset(&g, 0, sizeof g);
+        g.rows = rows, g.x = a.x, g.gate = g.up = pair;
+        g.y = a.y[0] = (sala_act *)on_device(NULL, bytes);
+        c.a.norm.x = (sala_act *)on_device(c.cpu.norm.x, (size_t)rows * (size_t)width * 2);
+        sala__launch_gemm_norm(gpu, &c.a);
+        if (i & 1) sala__take_due(gpu, NULL, NULL, 0, NULL);
+        int before = gpu->launches;
+        if (i < 2) sala__launch_gemm(gpu, &a);
+        if (i >= 2) sala__launch_gemm_swiglu(gpu, &g);
+        CHECK(gpu->launches == before + 1 && gpu->due.norm.rows == 0, "%d launches",
+              gpu->launches - before);
+        device_sync();
+        from_device(got[i] = (char *)malloc(bytes), g.y, bytes);
+    }
+    CHECK(memcmp(got[0], got[1], bytes) == 0, "%d rows", rows);
+    CHECK(memcmp(got[2], got[3], bytes) == 0, "%d rows, gate and up", rows);
+    for (int i = 0; i < 4; i++) free(got[i]);
+    gemm_free_weight(&w), gemm_free_weight(&up);
+    gemm_norm_close(&c);
+}
+
+// Every number of rows up to 50, then some: each row's bits are those that it has alone, whether a block
+// has one item or all of them.
 static inline void test_gemm_every_count(int most, int k, int n) {
     size_t in = (size_t)k * sizeof(sala_act), out = (size_t)n * sizeof(float);
     sala_act *x = gemm_random((size_t)most * (size_t)k, 1);
     sala_weight w = gemm_weight(n, k, 1), packed = gemm_pack(&w, NULL);
     char *alone = (char *)malloc((size_t)most * out), *got = (char *)malloc((size_t)most * out);
-    for (int pass = -most; pass <= most; pass++) { // first each row alone
+    int multiprocessors = gpu->multiprocessors;
+    for (int pass = -most; pass <= most; pass += pass < 50 ? 1 : 11) { // first each row alone
         int rows = pass <= 0 ? 1 : pass, first = pass <= 0 ? -pass : 0;
+        gpu->multiprocessors = pass % 3 ? multiprocessors : 1;
         sala_gemm_args a;
         if (first == most) continue;
         memset(&a, 0, sizeof a);
@@ -568,6 +605,7 @@ static inline void test_gemm_every_count(int most, int k, int n) {
         from_device(pass <= 0 ? alone + (size_t)first * out : got, a.y_f32, (size_t)rows * out);
         if (pass > 0) CHECK(memcmp(got, alone, (size_t)rows * out) == 0, "%d rows", rows);
     }
+    gpu->multiprocessors = multiprocessors;
     gemm_free_weight(&w), free(x), free(alone), free(got);
 }
 
@@ -591,7 +629,14 @@ static void test_gemm_4bit(int layout) {
     test_gemm_norm_alone_case(5, 4, 2048, 64);
     test_gemm_norm_alone_case(51, 49, 128, 192); // one of the wide kernel, one of the narrow
     test_gemm_norm_alone_case(20, 17, 2048, 64);
-    if (layout == GEMM_NVFP4) test_gemm_every_count(50, 192, 64);
+    if (layout == GEMM_NVFP4) {
+        test_gemm_norm_case(2, 2048, 192, 2);
+        test_gemm_norm_alone_case(2, 1, 2048, 96);
+        test_gemm_norm_alone_case(3, 2, 6144, 192);
+        test_gemm_due_case(1, 2048, 256, 200);
+        test_gemm_due_case(2, 2048, 320, 72);
+    }
+    if (layout == GEMM_NVFP4) test_gemm_every_count(105, 448, 136);
     if (layout == GEMM_NVFP4) test_gemm_alone_case(70, 60, 10, 64, 64);
     gemm_end();
     gemm_layout = GEMM_BF16;

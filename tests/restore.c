@@ -1,6 +1,6 @@
 #define SALA_IMPLEMENTATION
 #include "../sala.h"
-// build/restore CONFIG DEVICE TOKENS FILE: a session of so many tokens with random weights, to FILE and back, in the
+// build/restore CONFIG DEVICE TOKENS FILE [THREADS]: a session of so many tokens with random weights, to FILE and back, in the
 // middle of its output: seconds and GB/s of both beside writing and reading the same bytes plainly, the step
 // after it, and whether it goes on with the same tokens. Not part of make test: see tools/gpu_check.sh.
 #include <stdio.h>
@@ -45,7 +45,7 @@ static double plainly(const char *path, const char *copy) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 5) return fprintf(stderr, "usage: restore CONFIG DEVICE TOKENS FILE\n"), 2;
+    if (argc < 5) return fprintf(stderr, "usage: restore CONFIG DEVICE TOKENS FILE [THREADS]\n"), 2;
     int32_t a[MORE], b[MORE];
     int counts[2] = {0, 0}, dummy = 0;
     char copy[1024];
@@ -64,6 +64,7 @@ int main(int argc, char **argv) {
     o.context = n + 64;
     o.kv_tokens = 2 * o.context;
     o.chunk = 4096;
+    o.threads = argc > 5 ? atoi(argv[5]) : 0;
     int32_t *prompt = (int32_t *)malloc((size_t)n * 4);
     sala *s = sala_open(argv[1], &o, &err);
     must(s && prompt ? 0 : -1, &err);

@@ -187,6 +187,37 @@ static void test_plan(void) {
     REFUSED(sala_plan("no/such/folder", NULL, &info, e), SALA_E_FILE, "no/such/folder");
 }
 
+// Snapshots of prefixes give way to all else, unless their memory was asked for.
+static void test_plan_snapshots(void) {
+    sala_options o = tiny_options();
+    sala_error err;
+    sala_info all, some;
+    o.synthetic = 1;
+    CHECK(sala_plan(TINY_CONFIG, &o, &all, &err) == 0 && all.snapshots == 16, "%s", err.text);
+    int64_t each = all.reuse_bytes / 16;
+    for (int left = 16; left >= 0; left--) {
+        o.memory_limit = all.total_bytes - (16 - left) * each;
+        CHECK(sala_plan(TINY_CONFIG, &o, &some, &err) == 0, "%s", err.text);
+        CHECK(some.snapshots == left && some.reuse_bytes == left * each &&
+                  some.total_bytes <= o.memory_limit &&
+                  strcmp(some.reuse, left ? "prefix" : "off") == 0,
+              "%d snapshots instead of %d, reuse %s", some.snapshots, left, some.reuse);
+        CHECK(some.longest_context >= o.context && some.longest_context <= all.longest_context,
+              "%lld tokens fit", (long long)some.longest_context);
+        sala *s = left % 8 ? NULL : sala_open(TINY_CONFIG, &o, &err);
+        CHECK(s || left % 8, "%s", err.text);
+        sala_close(s);
+    }
+    o.reuse = "prefix";
+    CHECK(sala_plan(TINY_CONFIG, &o, &some, &err) == SALA_E_MEMORY && some.snapshots == 1,
+          "reuse prefix was asked for, and %d snapshots do not fit", some.snapshots);
+    o.memory_limit += each;
+    CHECK(sala_plan(TINY_CONFIG, &o, &some, &err) == 0 && some.snapshots == 1, "%s", err.text);
+    o.reuse_memory = 2 * each;
+    CHECK(sala_plan(TINY_CONFIG, &o, &some, &err) == SALA_E_MEMORY && some.snapshots == 2,
+          "reuse-memory was asked for, and %d snapshots do not fit", some.snapshots);
+}
+
 // ---- requests ----
 
 static int64_t submit_code(sala *s, const sala_request *r, sala_error *err) {
@@ -591,7 +622,8 @@ static void test_two_engines(void) {
 }
 
 TEST_MAIN(TEST(test_open_errors), TEST(test_four_bit_options), TEST(test_settings_by_name),
-          TEST(test_plan), TEST(test_request_errors), TEST(test_sequence_errors),
-          TEST(test_success_clears_the_error), TEST(test_without_tokenizer), TEST(test_text_calls),
-          TEST(test_hooks), TEST(test_out_of_memory_synthetic), TEST(test_out_of_memory_files),
+          TEST(test_plan), TEST(test_plan_snapshots), TEST(test_request_errors),
+          TEST(test_sequence_errors), TEST(test_success_clears_the_error),
+          TEST(test_without_tokenizer), TEST(test_text_calls), TEST(test_hooks),
+          TEST(test_out_of_memory_synthetic), TEST(test_out_of_memory_files),
           TEST(test_two_engines))

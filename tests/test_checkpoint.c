@@ -401,7 +401,7 @@ static void demo_weights(void) {
                  {"model.layers.0.self_attn.o_gate.weight", 1442816, 256, 256},
                  {"model.layers.1.self_attn.z_proj.weight", 3278848, 256, 256},
                  {"model.layers.1.self_attn.k_norm.weight", 3410176, 128, 1},
-                 {"model.layers.3.self_attn.v_proj.weight", 6625280, 128, 256},
+                 {"model.layers.3.self_attn.v_proj.weight", 6756352, 128, 256},
                  {"model.layers.7.mlp.down_proj.weight", 14955520, 256, 768},
                  {"model.norm.weight", 15348736, 256, 1},
                  {"lm_head.weight", 15349248, 2048, 256}};

@@ -149,7 +149,7 @@ t_unknown_option() {
         says 'did you mean --temp?' &&
         exits 2 run --qqqqqqqqqq && says 'sala help run' && exits 2 run -z &&
         says 'unknown option -z' &&
-        exits 2 info --top-p 1 && says 'unknown option --top-p' &&
+        exits 2 info --top-p 1 && says 'unknown option --top-p' && exits 2 bench --temp 1 && says 'sala help bench. lists' &&
         exits 2 eval --tasks x --seed 1 && says 'unknown option --seed'
 }
 t_bad_values() {
@@ -158,7 +158,10 @@ t_bad_values() {
         exits 2 run --chunk 100 && says '64' && exits 2 run --top-p 2 && exits 2 run --bias 3 &&
         says 'ID:VALUE' &&
         exits 2 run --bias 3: && exits 2 run --bias :1 && exits 2 run --bias 3:nan &&
-        exits 2 run --stop-token -1 &&
+        exits 2 run --stop-token -1 && exits 2 run --stop-token 99999 && says '--stop-token: there is no token 99999' &&
+        exits 2 chat --bias 2048:1 && says '--bias: there is no token 2048: the vocabulary has 0 to 2047' &&
+        exits 2 run --kv-tokens 5 && says 'kv-tokens (5)' && exits 2 run --weights int4 && says 'for synthetic' &&
+        exits 1 run --memory-limit 1 && says '0.000001 MiB are allowed' &&
         exits 2 run --stop '' && exits 2 run --template alpaca && exits 2 run --threads 1.5 &&
         exits 2 eval --tasks x --parallel 0 && exits 2 logits --mode sideways &&
         says 'prefill nor step' && silent
@@ -212,14 +215,13 @@ t_model_beside_the_program() {
 t_story() {
     exits 0 run -n 64 && prints '^Once upon a time there was a brave fox named Pip. [A-Z"]' &&
         says 'tokens' && says 't/s' &&
-        says "$tiny" && says 'bits per weight' && says 'KV' && says 'longest context' &&
-        says 'dense below 512 tokens' &&
-        lines 2 "$work/err"
+        says "$tiny" && says 'bits per weight' && says 'KV and states' && says 'context 32,768' &&
+        lines 2 "$work/err" && [ "$(head -n 1 "$work/err" | wc -c)" -lt 250 ] && [ -z "$(tail -c 1 "$work/out")" ]
 }
 t_golden_text() {
-    text='Tom had a good friend named Finn, who was a turtle. One night Tom heard a strange sound.'
+    text='Lily had a good friend named Ted, who was a turtle. One night Lily heard a strange sound.'
     grep -q "$text" $tiny/golden.json &&
-        exits 0 run -q -p 'Once upon a time there was a clever boy named Tom.' -n 64 &&
+        exits 0 run -q -p 'Once upon a time there was a lazy cat named Lily.' -n 64 &&
         [ "$(head -n 1 "$work/out")" = "$text" ] && [ ! -s "$work/err" ]
 }
 t_json() {
@@ -386,13 +388,15 @@ t_chat_reuse() { # a new conversation goes on from the old one's prefix, and ans
     cp "$work/out" "$work/p"
     chat "$input" "-q -n 9 --reuse off --system $long" && cmp "$work/p" "$work/out" &&
         ! says 'were there already' >/dev/null && exits 2 chat --reuse always && says 'prefix off history' &&
-        exits 1 chat --reuse-memory 1K && says 'holds no snapshot'
+        exits 2 chat --reuse-memory 1K && says 'holds no snapshot'
 }
 t_chat_full() {
     # from a pipe a message that was refused shows in the exit code
     ! chat 'What does the cow say?\nWhat is 3 + 4?\n/reset\nWhat is 3 + 4?\n' '-q --context 40' &&
         says 'the context is full' &&
-        says '/reset' && printf 'It says moo.\n3 + 4 = 7\n' | cmp - "$work/out"
+        says '/reset' && printf 'It says moo.\n3 + 4 = 7\n' | cmp - "$work/out" &&
+        chat 'What does the cow say?\n' '--context 20' && says 'stopped after 4 tokens: the context is full (--context)' &&
+        chat 'What does the cow say?\n' '-n 4' && says 'stopped after 4 tokens: no more were asked for (--max-tokens)'
 }
 t_chat_interrupt() {
     mkfifo "$work/in" &&
@@ -678,7 +682,8 @@ t_spec_settings() {
         exits 2 run --spec eagle && says 'spec eagle needs a draft head: name its folder with --draft' && silent &&
         exits 2 info --spec eagle && says 'needs a draft head' && silent &&
         exits 0 info --spec-tree 5,2,11 && says 'none was named' && exits 2 run --spec-tree 3,1,9 && says 'hold no more than 4' &&
-        exits 1 run --draft "$work/none" && says "$work/none" && silent
+        exits 1 run --draft "$work/none" && says "$work/none: no such folder" && silent &&
+        exits 0 run -q -n 1 --draft "$work/none" --spec off && says 'warning: --spec off leaves the draft head'
 }
 t_show_tree() {
     exits 0 run -q -p "$markup" -n 60 --spec ngram && cp "$work/out" "$work/plain" &&
@@ -727,7 +732,7 @@ t_bench_spec() {
         exits 2 bench --spec none && says 'auto off ngram eagle all$' &&
         exits 1 bench -q --spec all --prompts "$work/none" && says "$work/none" &&
         echo '{"class": "x"}' >"$work/prompts" && exits 1 bench -q --spec all --prompts "$work/prompts" &&
-        says 'line 1 lacks class or prompt'
+        says 'prompts:1: lacks class or prompt'
 }
 t_bench_spec_faults() { # nothing is left out silently, and what a file says cannot break the report
     for word in --gemm "--tokenize README.md" --sampled; do
@@ -745,27 +750,74 @@ t_bench_spec_faults() { # nothing is left out silently, and what a file says can
 
 t_session_run() { # interrupted anywhere, it goes on as if nothing had happened
     ask="-q -p Once --ignore-eos -n 1500 --temp 0.9 --seed 4"
-    exits 0 run $ask && cp "$work/out" "$work/whole" || return 1
+    exits 0 run $ask --save "$work/w" && cp "$work/out" "$work/whole" || return 1
     { "$sala" run $ask --save "$work/s" >"$work/one" 2>"$work/err" & } && pid=$!
     until_true test -s "$work/one" && kill -INT $pid && ended $pid 130 && [ -s "$work/s" ] &&
         exits 0 run -q --load "$work/s" --save "$work/t" && cat "$work/one" "$work/out" | cmp - "$work/whole" &&
         exits 2 run -q --load "$work/s" -p and && says 'give no prompt, and it goes on' &&
+        exits 2 run -q --load "$work/s" --stop . -n 7 && says 's was saved in the middle .*: give no --max-tokens' &&
+        exits 2 run -q --load "$work/s" --show-tree && says 'give no --show-tree' && silent &&
+        for context in 64 900; do
+            exits 1 run -q --load "$work/s" --context $context && silent &&
+            says "s: needs 150[0-9] tokens, more than the context of $context: raise --context" || return 1
+        done
+    exits 3 run -q -n 2 --save /dev/full && says '/dev/full: cannot be saved there: not a regular file' &&
+        exits 3 run -q -n 2 --save "$work/none/s" && says 'none/s.: cannot be saved there: No such file' && silent &&
+        exits 3 run -q -n 2 --save '' && exits 3 chat -q --session "$work" && says 'not a regular file' &&
         exits 0 run -q --load "$work/t" -n 5 --json && is_json "$work/out" && [ "$(field prompt_tokens)" -eq 1 ] &&
         exits 0 run -q --load "$work/t" -p ' and' -n 5 && exits 2 run --load "$work/t" --chat && says 'sala chat' &&
-        exits 3 run -q -n 2 --save /dev/full && says 'cannot save the session: /dev/full: not a regular file' &&
         exits 1 run --load "$work/none" && says 'cannot open: No such file' && ls "$work" | (! grep part-) &&
         exits 1 run --load README.md && says 'README.md: not a session' && exits 1 run --load "$work/t" --dense-len 128 &&
         says 'made with dense-len'
 }
+t_session_join() { # a finished text goes on with its space, and nothing is added to pieces; else a text ends its line
+    exits 0 run -q -p 'Once upon a time' -n 6 && cp "$work/out" "$work/whole" && [ -z "$(tail -c 1 "$work/out")" ] &&
+        "$sala" run -p 'Once upon a time' -n 3 --save "$work/s" >"$work/both" 2>&1 && grep -q '^sala: prompt' "$work/both" &&
+        exits 0 run -q -p 'Once upon a time' -n 3 --save "$work/s" && mv "$work/out" "$work/one" &&
+        exits 0 run -q --load "$work/s" -n 3 && cat "$work/one" "$work/out" | cmp - "$work/whole"
+}
+t_session_place() { # where nothing can be saved is known before anything is made
+    exits 3 run -n 2 --save /dev/full && says '/dev/full: cannot be saved there: not a regular file' && silent &&
+        exits 3 run -n 2 --save "$work/none/s" && says 'none/s.: cannot be saved there: No such file' && lines 1 "$work/err" &&
+        exits 3 chat --session "$work/none/s" && says 'cannot be saved there' && exits 3 chat --session "$work" && silent &&
+        exits 3 run --save "$work/out/s" && says 'cannot be saved there' && (cd "$work" && "$OLDPWD/$sala" run -m "$OLDPWD/$tiny" -q -n 1 --save s) &&
+        [ -s "$work/s" ]
+}
 t_session_chat() { # saved and taken up again, a conversation is one
     printf 'What does the cow say?\nWhat is 3 + 4?\n/stats\n' | "$sala" chat -q >"$work/whole" 2>"$work/stats" || return 1
-    chat 'What does the cow say?\n' "-q --session $work/s" && mv "$work/out" "$work/one" && [ -s "$work/s" ] &&
-        chat 'What is 3 + 4?\n/stats\n' "--session $work/s" && says 'A conversation of .* tokens goes on' &&
+    chat 'What does the cow say?\n' "--session $work/s" && mv "$work/out" "$work/one" && [ -s "$work/s" ] &&
+        says "The conversation of 22 tokens is in $work/s" && cp "$work/s" "$work/s1" &&
+        chat 'What is 3 + 4?\n/stats\n' "--session $work/s" && says 'A conversation of 22 tokens goes on. Its end:' &&
+        says '^> What does the cow say?$' && says '^It says moo.$' &&
         cat "$work/one" "$work/out" | cmp - "$work/whole" &&
         [ "$(grep -o 'conversation: [0-9]*' "$work/stats")" = "$(grep -o 'conversation: [0-9]*' "$work/err")" ] &&
         exits 0 chat -q --session "$work/new" && [ ! -e "$work/new" ] && cp "$work/s" "$work/bad" && echo x >>"$work/bad" &&
-        exits 1 chat -q --session "$work/bad" && says 'cut short or altered' && cp "$work/bad" "$work/same" &&
-        cmp "$work/bad" "$work/same" && chat '/quit\n' "-q --session $work/s --system Other" && [ -s "$work/s" ]
+        cp "$work/bad" "$work/same" && exits 1 chat -q --session "$work/bad" && says 'cut short or altered' &&
+        cmp "$work/bad" "$work/same" && chat '/stats\n/quit\n' "-q --session $work/s --system Other" && [ -s "$work/s" ] &&
+        says 'warning: the conversation in .* has begun without this --system' && says 'all of them from the file'
+}
+t_session_chat_files() { # only a conversation goes on; what was forgotten is gone from the file; /save saves now
+    exits 0 run -q -n 4 --save "$work/raw" && cp "$work/raw" "$work/same" && exits 1 chat -q --session "$work/raw" &&
+        says 'raw is no conversation, as it has no turns: sala run --load' && cmp "$work/raw" "$work/same" &&
+        chat 'What does the cow say?\n/save\n/save '"$work/a"'\n' "-q" && says '/save needs a file' && [ -s "$work/a" ] &&
+        chat 'What is 3 + 4?\n/save\n/reset\n/quit\n' "--session $work/a" && says 'The conversation of [34][0-9] tokens is in' &&
+        says 'a is removed' && [ ! -e "$work/a" ] && chat '/reset\nWhat is 3 + 4?\n' "-q --session $work/a" && [ -s "$work/a" ]
+}
+t_session_hangup() { # the terminal is closed: the conversation is saved
+    awk '/^SigIgn/ { exit $2 ~ /[13579bdf]$/ }' /proc/self/status || { echo "skipped: hangups are ignored" && return 0; }
+    mkfifo "$work/in" && { "$sala" chat -q --session "$work/s" <"$work/in" >"$work/out" 2>"$work/err" & } && pid=$!
+    exec 4>"$work/in"
+    printf 'What does the cow say?\n' >&4
+    until_true test -s "$work/out" && kill -HUP $pid
+    ok=$?
+    ended $pid 129 || ok=1
+    exec 4>&-
+    [ $ok -eq 0 ] && [ -s "$work/s" ] && chat '/stats\n' "-q --session $work/s" && says 'conversation: [12][0-9] of'
+}
+t_session_terminal() { # what loads and saves leaves no progress behind
+    command -v script >/dev/null && chat 'What does the cow say?\n' "-q --session $work/s" || return 0
+    echo /quit | timeout 20 script -qec "$sala chat --session $work/s" "$work/tty" >/dev/null &&
+        tr '\r' '\n' <"$work/tty" | grep -q '^A conversation' && tr '\r' '\n' <"$work/tty" | grep -q '^The conversation'
 }
 
 # ---- dump-features ----
@@ -779,6 +831,7 @@ t_dump() {
         exits 0 dump-features --data "$work/d" --out "$work/f" && silent && says '2 samples (1 without loss left out) of .* in 1 shards (1 were there)' &&
         exits 1 dump-features -q --data "$work/d" --out "$work/f" --layers 1,2,3 && silent &&
         says 'was made with "layers": "1,3,4", this run has "layers": "1,2,3": give' &&
+        exits 1 dump-features -q --data "$work/d" --out "$work/f" --limit 1 && says 'with "limit": "0", this run has "limit": "1"' &&
         exits 1 dump-features -q --data "$work/d" --out "$work/f" --dense-len 0 && says '"dense_len": "512"' &&
         head -n 1 "$work/d" >"$work/e" && exits 1 dump-features -q --data "$work/e" --out "$work/f" && says 'with "data"' &&
         cp -r $tiny "$work/tiny" && sed -i 's/"eos_token_id": 2046/"eos_token_id": 2/; s/"rope_theta": 10000.0/"rope_theta": 10001.0/' \
@@ -796,7 +849,7 @@ t_dump_usage() {
         says 'seed belongs to --regenerate' && exits 2 dump-features --data x --out x --limit 0 &&
         exits 2 dump-features --data x --out x --regenerate --temperature -1 && silent &&
         exits 1 dump-features -q --data "$work/none" --out "$work/f" && says "$work/none: cannot open" &&
-        echo '{"text": "a"}' >"$work/d" && exits 1 dump-features -q --data "$work/d" --out "$work/f" --layers 1,2,8 &&
+        echo '{"text": "a"}' >"$work/d" && exits 2 dump-features -q --data "$work/d" --out "$work/f" --layers 1,2,8 &&
         says 'three rising ones of the 8' &&
         exits 2 dump-features -q --data "$work/d" --out "$work/f" --max-tokens 50 --context 50 && says 'context of 51' &&
         exits 3 dump-features -q --data "$work/d" --out "$work/none/f" && says 'cannot make the folder' &&
@@ -880,7 +933,7 @@ t_bench_soar() { # two rows at every level, drafts beside, the same requests in 
         prints '"gains": \[\], "accuracy": null, "score": null' &&
         echo '{"question": "What does the cow say?", "model_response": "The cow says moo, and moo, and moo."}' >"$work/set" &&
         exits 0 bench -q --soar "$work/set" --concurrency 1 --json &&
-        prints '"prompt_tokens": 8, "output_tokens": 1[0-9], "ended": 0.*"prompt_tokens": 16, "output_tokens": 6, "ended": 1'
+        prints '"prompt_tokens": 8, "output_tokens": 1[0-9], "reused_tokens": 0, "ended": 0.*"prompt_tokens": 16, "output_tokens": 6, "reused_tokens": 0, "ended": 1'
 }
 t_bench_soar_order() { # the order and the pruning of the toolkit; long prompts do not stop who generates
     soar_counts >"$work/set" && synthetic_soar --num-prompts 1 --concurrency 1 --json && is_json "$work/out" &&
@@ -888,6 +941,9 @@ t_bench_soar_order() { # the order and the pruning of the toolkit; long prompts 
         ! prints '"natural",' >/dev/null &&
         { soar_counts 1 9 && echo '{"prompt_tokens": 9, "completion_tokens": 1}'; } >"$work/set" &&
         synthetic_soar --concurrency 3 --json && prints '"requests": 1, "left_out": 2' && prints '"prompt_tokens": 9' &&
+        for i in 1 2; do echo '{"question": "'"$(seq -s ' ' 90)"' '$i'?", "model_response": "a b c"}'; done >"$work/set2" &&
+        exits 0 bench -q --soar "$work/set2" --reuse prefix --concurrency 1 && prints '^ *[1-9][0-9]* of [0-9]* prompt tokens were there already' &&
+        exits 0 bench -q --soar "$work/set2" --reuse prefix --concurrency 1 --json && prints '"reused_tokens": [1-9]' &&
         soar_counts 10 1300 12 13 140 15 16 | sed 's/140, "completion_tokens": 8/14, "completion_tokens": 30/' >"$work/set" &&
         synthetic_soar --concurrency 2 --json && prints '"prompt_tokens": 1380' &&
         prints '"longest_wait_steps": 1, "prompt_tokens_beside": 512,'
@@ -907,6 +963,7 @@ t_bench_soar_score() {
         sed 's/"seconds": [0-9.]*/"seconds": 1000/g' "$work/base" >"$work/slow" && echo '{"overall": 98.5}' >"$work/eval" &&
         synthetic_soar --num-prompts 2 --baseline "$work/slow" --eval "$work/eval" &&
         prints '^forced, 100 x the .*: S1 [0-9]*[0-9]\{4\}[.].* S8 .* Smax .* score [0-9.]*, C = 0.96 by an accuracy of 98.50' &&
+        prints '^S8 .* forced ' && prints '^Smax .* forced ' && prints '^Smax is the run of S8: there are 2 requests$' &&
         synthetic_soar --num-prompts 2 --concurrency 1,8 --baseline "$work/base" && prints ' no score: it takes' &&
         exits 1 bench -q --synthetic -m $tiny/config.json --soar "$work/set" --num-prompts 3 --baseline "$work/base" &&
         says 'base: of other requests' && silent &&
@@ -920,20 +977,27 @@ t_bench_soar_files() { # what is wrong with a file is said with its line
             exits 1 bench -q --soar "$work/set" && says "$said" && silent
     }
     good='{"question": "Once upon", "model_response": "a time"}'
-    bad 'set: line 2 lacks a question (or input, or prompt)' "$good" '{"model_response": "x"}' &&
-        bad 'set: line 1 lacks a model_response' '{"question": "x"}' && bad 'set: line 3 lacks a question' "$good" '' '7' &&
-        bad 'line 2: .*set: not valid JSON at byte' "$good" '{"question"' && bad 'set: line 1 lacks a quest' '{"question": 5, "model_response": "x"}' &&
+    bad 'set:2: lacks a question (or input, or prompt)' "$good" '{"model_response": "x"}' &&
+        bad 'set:1: lacks a model_response' '{"question": "x"}' && bad 'set:3: lacks a question' "$good" '' '7' &&
+        bad '^sala: [^ ]*set:2: not valid JSON at byte' "$good" '{"question"' && bad 'set:1: lacks a quest' '{"question": 5, "model_response": "x"}' &&
         bad 'set: no request with two tokens' '' && bad 'set: no request with' '{"question": "Once upon", "model_response": ""}' &&
         printf '%s\n' '{"prompt_tokens": 5}' >"$work/set" &&
-        exits 1 bench -q --synthetic -m $tiny/config.json --soar "$work/set" && says 'line 1 lacks prompt_tokens or completion_tokens' &&
+        exits 1 bench -q --synthetic -m $tiny/config.json --soar "$work/set" && says 'set:1: lacks prompt_tokens or completion_tokens' &&
+        printf '{"prompt_tokens": 9223372036854775807, "completion_tokens": 9}\n' >"$work/set" && # no sum of these overflows
+        exits 1 bench -q --synthetic -m $tiny/config.json --soar "$work/set" && says 'set:1: lacks prompt_tokens .* from 1 to 2^30' &&
+        printf '%s\n\000%s\n' "$good" "$good" >"$work/set" && # a zero does not end a file
+        exits 1 bench -q --soar "$work/set" && says 'set:2: .*not valid JSON' && silent &&
         exits 1 bench -q --soar "$work/none" && says 'none: cannot open' && echo "$good" >"$work/set" &&
         exits 2 bench --soar "$work/set" --concurrency 1,two && says "concurrency: 'two' is not a whole number" &&
         exits 2 bench --soar "$work/set" --concurrency 1,,8 && says "concurrency: '' is not" &&
+        exits 2 bench --soar "$work/set" --concurrency 10000000000000001 && says "concurrency: '10000000000000001' is not" &&
         exits 2 bench --soar "$work/set" --concurrency 1,2,3,4,5,6,7,8,9 && says 'at most 8 levels' &&
         exits 2 bench --soar "$work/set" --num-prompts 0 && says "num-prompts: '0'" && exits 2 bench --concurrency 1 && says 'go with --soar' &&
+        exits 2 bench --soar "$work/set" --prompt-tokens 5 && says 'do not go with --soar' && exits 2 bench --soar x --gen-tokens 5 &&
+        exits 2 bench --context --prompt-tokens 5 && says '^sala: --prompt-tokens does not go with --context' &&
         exits 2 bench --soar "$work/set" --gemm && says 'none of the other measurements' &&
         exits 2 bench --soar "$work/set" --context && says 'not both' &&
-        exits 1 bench -q --soar "$work/set" --max-context 4 && says 'set: line 1: the prompt ([0-9]* tokens) and max-tokens .* --context'
+        exits 1 bench -q --soar "$work/set" --max-context 4 && says 'set:1: the prompt ([0-9]* tokens) and max-tokens .* --context'
 }
 t_make_soar_set() { # text of the length that is asked for, counted as the program counts it
     maker=${MAKE_SOAR_SET:-build/make_soar_set}
@@ -949,17 +1013,22 @@ t_make_soar_set() { # text of the length that is asked for, counted as the progr
         sum() { sed -n "s/.*\"$1\": \([0-9]*\).*/\1/p" "$work/set" | awk '{ n += $1 } END { print n }'; } &&
         prints "\"row\": \"forced\", \"seconds\": [0-9.]*, \"prompt_tokens\": $(sum prompt_tokens), \"output_tokens\": $(sum completion_tokens)," &&
         [ "$(sum prompt_tokens)" -ge 148 ] && [ "$(sum prompt_tokens)" -le 168 ] &&
-        ! "$maker" --lengths 5 2>"$work/err" && says 'neither v1, v2 nor IN:OUT' && ! "$maker" --text README.md 2>"$work/err" &&
-        says 'go together' && : >"$work/empty" && ! "$maker" -m $tiny --text "$work/empty" 2>"$work/err" && says 'there is no text in it'
+        ! "$maker" --abcdefgh x 2>"$work/err" && says '`build/make_soar_set --help` lists' &&
+        ! "$maker" --lengths 5 2>"$work/err" && says 'neither v1, v2 nor IN:OUT' && ! "$maker" -m $tiny 2>"$work/err" &&
+        says "-m goes with --text" && ! "$maker" --txt 2>"$work/err" && says "did you mean --text?" && ! "$maker" --qqqq 2>"$work/err" && says "make_soar_set --help. lists" && "$maker" --help >"$work/out" && prints '^usage: build/make_soar_set \[' &&
+        tail -n 20 sala.h >"$work/text" && "$maker" --text "$work/text" --lengths 40:6 --count 1 2>"$work/err" >"$work/out" &&
+        lines 1 "$work/err" && "$maker" --text "$work/text" --lengths 4000:6,40:6 --count 2 2>"$work/err" >"$work/out" &&
+        says 'warning: 1 requests have more tokens than the text ([0-9]*) and repeat it' && : >"$work/empty" && ! "$maker" -m $tiny --text "$work/empty" 2>"$work/err" && says 'there is no text in it'
 }
 t_bench_context() {
     exits 0 bench -q --context --max-context 2100 --gen-tokens 8 && lines 3 "$work/out" &&
         prints '^context,prompt_tokens,prefill_seconds,prefill_tokens_per_second,decode_tokens,' &&
         prints '^2048,2040,[0-9.]*,[0-9.]*,7,' && prints '^2100,45,[0-9.]*,[0-9.]*,7,' &&
         exits 1 bench -q --context --max-context 64 && says '64 tokens are no context for --gen-tokens 64' && silent &&
+        exits 0 bench -q --context --max-context 2100 --gen-tokens 2060 --json && prints '"rows": \[{"context": 2100, "prompt_tokens": 40' &&
         exits 2 bench --context --spec all && says '^sala: --spec all does not go with --context' &&
         exits 2 bench --max-context many && says '^sala: --max-context is "many"' &&
-        exits 0 bench -q --context --max-context 1G --gen-tokens 8 --chunk 64 --memory-limit 4500K --spec ngram --json &&
+        exits 0 help bench && prints 'CPU: 32K' && exits 0 bench -q --context --max-context 1G --gen-tokens 8 --chunk 64 --memory-limit 4500K --spec ngram --json &&
         says 'the series ends at [0-9]* tokens' && is_json "$work/out" && prints '"rows": \[{"context": [0-9]*, [^{]*}\]'
 }
 t_plot() { # the curves of two files, nothing but XML; a file that is none is refused
@@ -973,8 +1042,15 @@ svg = dom.parse(sys.argv[1])
 assert len(svg.getElementsByTagName('polyline')) == 4
 assert any('b<&' in t.firstChild.data for t in svg.getElementsByTagName('text'))" "$work/out" &&
         ! python3 tools/plot.py README.md >"$work/out" 2>"$work/err" && says 'README.md: line 1: no column context' &&
+        python3 tools/plot.py --help | grep -q 'tokens a second by context' && ! python3 tools/plot.py 2>"$work/err" &&
         printf 'context,decode_tokens_per_second\n2048,x\n' >"$work/a.csv" &&
-        ! python3 tools/plot.py "$work/a.csv" >"$work/out" 2>"$work/err" && says 'a.csv: line 2: ' && silent
+        ! python3 tools/plot.py "$work/a.csv" >"$work/out" 2>"$work/err" && says 'a.csv: line 2: ' && silent &&
+        for row in 1e308,1 2048,inf 0.5,1 "$(printf '%0200000d' 2),1" "$(printf '\377')"; do # no traceback
+            printf 'context,decode_tokens_per_second\n%s\n' "$row" >"$work/a.csv"
+            ! python3 tools/plot.py "$work/a.csv" >"$work/out" 2>"$work/err" && says '^plot.py: ' && lines 1 "$work/err" || return 1
+        done &&
+        printf '\357\273\277context,decode_tokens_per_second\r\n2048,5\r\n' >"$work/a.csv" && # as spreadsheets save it
+        python3 tools/plot.py "$work/a.csv" >"$work/out"
 }
 
 # ---- all of them ----

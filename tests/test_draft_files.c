@@ -640,7 +640,7 @@ static void engine(void) {
 }
 
 static void engine_faults(void) {
-    static const char *const said[] = {"no such model folder", "not a folder", "config.json",
+    static const char *const said[] = {"no such folder", "not a folder", "config.json",
                                        "neither model.safetensors", "truncated"};
     quant_options q = {.kind = SALA__PLAIN, .tables = 3};
     quant_model m;

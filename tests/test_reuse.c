@@ -432,6 +432,43 @@ static void test_history(void) {
     session_close(&plain);
 }
 
+// A request that would take a sequence over and is cancelled before there was room: it has no sequence, and the
+// other one is whose it was.
+static void test_history_waits(void) {
+    int32_t tokens[LONGEST];
+    prompt_of(tokens, 0, 61);
+    sala_options o = reuse_options("history", 64);
+    o.kv_tokens = o.context;
+    session t = reuse_engine(&o);
+    sala_request r = request_of(tokens, 100, 20);
+    r.keep = 1;
+    session_do(&t, &r);
+    int64_t kept = t.out[0].sequence;
+    memcpy(tokens + 100, t.out[0].tokens, 20 * 4);
+    r = request_of(tokens + 200, 300, 596); // all other pages
+    int large = session_ask(&t, &r);
+    session_step(&t);
+    for (int keep = 0; keep < 2; keep++) {
+        r = request_of(tokens, 130, 20);
+        r.keep = keep;
+        int i = session_ask(&t, &r);
+        session_step(&t);
+        CHECK(sequence_of(&t, kept)->request == t.out[i].id, "it does not wait for %lld",
+              (long long)kept);
+        session_cancel(&t, i);
+        session_step(&t);
+        CHECK(t.out[i].finished && t.out[i].sequence == 0, "a sequence that it never had: %lld",
+              (long long)t.out[i].sequence);
+        CHECK(sequence_of(&t, kept)->request == 0, "sequence %lld is busy", (long long)kept);
+    }
+    session_cancel(&t, large);
+    session_step(&t);
+    r = request_of(tokens + 120, 10, 20);
+    r.sequence = kept;
+    CHECK(session_do(&t, &r)->count == 20, "the sequence is not whole");
+    session_close(&t);
+}
+
 // ---- drafts ----
 
 static const char head_config[] =
@@ -475,4 +512,4 @@ static void test_draft_head(void) {
 
 TEST_MAIN(TEST(test_prefixes), TEST(test_only_prefilled), TEST(test_burst), TEST(test_crowd),
           TEST(test_requests_win), TEST(test_options), TEST(test_odd_blocks), TEST(test_no_memory),
-          TEST(test_history), TEST(test_draft_head))
+          TEST(test_history), TEST(test_history_waits), TEST(test_draft_head))

@@ -1,4 +1,5 @@
 #define SALA_IMPLEMENTATION
+#define SALA__SESSION_BLOCK ((size_t)2048) // so that files have many
 #include "../sala.h"
 // Sessions: what is saved anywhere in a request goes on as if nothing had happened, bit by bit; every other file is
 // refused, and nothing is left of it.
@@ -265,6 +266,46 @@ static void test_text(void) {
     every_step(&c);
 }
 
+// A sequence that goes on without a prompt: its text joins what was before, spaces included.
+static void test_joined(void) {
+    char joined[2000] = "";
+    const int32_t *tokens;
+    sala_error err;
+    sala_options o = engine_options(64);
+    o.logits_rows = o.hidden_states = 0;
+    session t = session_open(SALA_TINY, &o);
+    sala_request r;
+    memset(&r, 0, sizeof r);
+    r.text = "Once upon a time";
+    r.max_tokens = 24;
+    r.keep = 1;
+    session_do(&t, &r);
+    r.max_tokens = 3;
+    session_do(&t, &r);
+    for (int k = 0; k < 8; k++) {
+        const outcome *whole = &t.out[0], *part = &t.out[k + 1];
+        CHECK(part->bytes < 200, "%zu bytes", part->bytes);
+        strncat(joined, part->text, part->bytes);
+        must_save(&t, part->sequence, file);
+        session_give_up(&t, part->sequence);
+        r.sequence = must_load(&t, file, NULL);
+        r.text = NULL;
+        int64_t n = sala_history(t.engine, r.sequence, &tokens, &err);
+        CHECK(n > 3 * k + 3 && tokens[n - 1] == whole->tokens[3 * k + 2], "%lld tokens",
+              (long long)n);
+        if (k < 7) session_do(&t, &r);
+    }
+    const outcome *whole = &t.out[0];
+    CHECK(strlen(joined) == whole->bytes && memcmp(joined, whole->text, whole->bytes) == 0,
+          "\"%s\" is not \"%s\"", joined, whole->text);
+    CHECK(sala_history(t.engine, 999, &tokens, &err) == SALA_E_ARGUMENT && strstr(err.text, "999"),
+          "%s", err.text);
+    session_give_up(&t, r.sequence);
+    session_give_up(&t, whole->sequence);
+    session_close(&t);
+    unlink(file);
+}
+
 // A head for models of sala-tiny's shape.
 static const char *write_head(const char *name, int vocab) {
     static char path[2][96];
@@ -418,6 +459,8 @@ static void test_same_file(void) {
 
 // ---- what is refused ----
 
+enum { BLOCK = (int)SALA__SESSION_BLOCK };
+
 static void refused(session *t, const char *path, int code, const char *word) {
     sala_error err;
     sala_session found;
@@ -430,7 +473,7 @@ static void refused(session *t, const char *path, int code, const char *word) {
 
 // The file again with right checksums, whatever stands between them.
 static void seal(unsigned char *data, int64_t size) {
-    uint64_t sum;
+    uint64_t sum, own;
     sala__session f;
     memset(&f, 0, sizeof f);
     f.total = size - SALA__SESSION_START;
@@ -440,7 +483,8 @@ static void seal(unsigned char *data, int64_t size) {
     for (int64_t i = SALA__SESSION_START; i < size; i += (int64_t)SALA__SESSION_BLOCK) {
         int64_t n = size - i;
         if (n > (int64_t)SALA__SESSION_BLOCK) n = (int64_t)SALA__SESSION_BLOCK;
-        sum = sala__checksum(sum, data + i + 8, (size_t)n - 8);
+        own = sala__checksum(0, data + i + 8, (size_t)n - 8);
+        sum = sala__checksum(sum, &own, 8);
         memcpy(data + i, &sum, 8);
     }
 }
@@ -468,7 +512,7 @@ static void small_end(session *t) {
     session_close(t);
 }
 
-// One byte is another, or the end is missing: every byte, every length.
+// One byte or block is another, or the end is missing: every byte, every length.
 static void test_damage(void) {
     int64_t id;
     sala_options o = engine_options(64);
@@ -487,6 +531,14 @@ static void test_damage(void) {
         loaded += sala_load(b.engine, file, NULL, &err) >= 0 || err.code != SALA_E_FILE;
         if (pwrite(fd, data + i, 1, i) != 1) die(file, "pwrite");
     }
+    for (int64_t i = SALA__SESSION_START; i + 2 * BLOCK <= size; i += BLOCK) { // two change places
+        if (pwrite(fd, data + i, BLOCK, i + BLOCK) != BLOCK ||
+            pwrite(fd, data + i + BLOCK, BLOCK, i) != BLOCK)
+            die(file, "pwrite");
+        loaded += sala_load(b.engine, file, NULL, &err) >= 0 || err.code != SALA_E_FILE;
+        if (pwrite(fd, data + i, 2 * BLOCK, i) != 2 * BLOCK) die(file, "pwrite");
+    }
+    CHECK(size > SALA__SESSION_START + 9 * BLOCK, "one window holds %lld bytes", (long long)size);
     CHECK(loaded == 0, "%d of %lld altered files were taken", loaded, (long long)size);
     must_load(&b, file, NULL); // it is whole again, and the engine too
     for (int64_t n = size - 1; n >= 0; n--) {
@@ -515,7 +567,7 @@ static void test_forged(void) {
         sala__file f = read_bytes(file);
         unsigned char *data = (unsigned char *)need(malloc((size_t)f.size));
         int refusals = 0;
-        int64_t n, most = 96 + 16 + 9 * 4 + 30 * 4 + (int64_t)sizeof(sala__session_request) + 300;
+        int64_t n, most = 96 + 16 + 9 * 4 + 30 * 4 + 100 + (int64_t)sizeof(sala_timings) + 300;
         for (int64_t at_byte = 32; at_byte < 32 + most; at_byte += 4) {
             memcpy(data, f.data, (size_t)f.size);
             int32_t *word = (int32_t *)(void *)(data + at_byte), old = *word;
@@ -573,9 +625,9 @@ static void test_foreign(void) {
     refused(&b, file, SALA_E_MODEL, "another model");
     unsigned char *copy = (unsigned char *)need(malloc((size_t)f.size));
     memcpy(copy, f.data, (size_t)f.size);
-    copy[8] = 2;
+    copy[8] = 1;
     write_bytes(file, copy, (size_t)f.size);
-    refused(&b, file, SALA_E_FILE, "a session of version 2, but sala");
+    refused(&b, file, SALA_E_FILE, "a session of version 1, but sala");
     write_bytes(file, f.data, (size_t)f.size);
     free(copy);
     sala__unmap_file(&f);
@@ -585,11 +637,13 @@ static void test_foreign(void) {
     refused(&b, file, SALA_E_MODEL, "made with dense-len 60, but this engine has 128");
     session_close(&b);
     o.dense_len = 0;
-    o.context = 38;
     o.logits_rows = 64;
-    b = session_open(TINY, &o);
-    refused(&b, file, SALA_E_ARGUMENT, "raise --context");
-    session_close(&b);
+    for (int k = 0; k < 3; k++) { // too small for what its request may add, and for what is there
+        o.context = k == 0 ? 38 : k == 1 ? 20 : 1;
+        b = session_open(TINY, &o);
+        refused(&b, file, SALA_E_ARGUMENT, "needs 39 tokens, more than the context of");
+        session_close(&b);
+    }
     o = engine_options(64);
     o.logits_rows = o.hidden_states = 0;
     b = session_open(TINY, &o);
@@ -632,7 +686,7 @@ static void test_no_room(void) {
     int64_t id;
     session t = small_session(&id, 30);
     struct rlimit old, low;
-    char path[160];
+    char path[160], to[160];
     snprintf(path, sizeof path, "%s/no/such", folder);
     not_saved(&t, id, path, SALA_E_FILE, "cannot create: No such file");
     not_saved(&t, id, "/dev/full", SALA_E_FILE, "not a regular file");
@@ -640,6 +694,12 @@ static void test_no_room(void) {
     not_saved(&t, id, "", SALA_E_ARGUMENT, "no path");
     not_saved(&t, 77, file, SALA_E_ARGUMENT, "no sequence 77");
     not_saved(&t, 0, file, SALA_E_ARGUMENT, "no sequence 0");
+    int32_t token = 5;
+    sala_request later = request_of(&token, 1, 2);
+    session_ask(&t, &later);
+    not_saved(&t, t.out[t.count - 1].id, file, SALA_E_STATE,
+              "still waits, so there is nothing to save of it");
+    session_cancel(&t, t.count - 1);
     write_bytes(file, "what was there", 14);
     getrlimit(RLIMIT_FSIZE, &old);
     low = old;
@@ -652,6 +712,13 @@ static void test_no_room(void) {
     sala__file f = read_bytes(file);
     CHECK(f.size == 14 && memcmp(f.data, "what was there", 14) == 0, "the old file is gone");
     sala__unmap_file(&f);
+    snprintf(path, sizeof path, "%s/link", folder); // leads to the file, and still does
+    if (symlink(file, path) != 0) die(path, "symlink");
+    must_save(&t, id, path);
+    f = read_bytes(file);
+    CHECK(f.size > 14 && readlink(path, to, sizeof to) > 0, "the link is no link any more");
+    sala__unmap_file(&f);
+    unlink(path);
     unlink(file);
     small_end(&t);
 }
@@ -755,10 +822,13 @@ static void test_nothing_is_left(void) {
 
 int main(int argc, char **argv) {
     static const check_entry tests[] = {
-        TEST(test_every_step),      TEST(test_text),      TEST(test_draft),     TEST(test_prefixes),
-        TEST(test_device),          TEST(test_same_file), TEST(test_damage),    TEST(test_forged),
-        TEST(test_foreign),         TEST(test_no_room),   TEST(test_no_memory), TEST(test_kill),
-        TEST(test_nothing_is_left),
+        TEST(test_every_step), TEST(test_text),
+        TEST(test_joined),     TEST(test_draft),
+        TEST(test_prefixes),   TEST(test_device),
+        TEST(test_same_file),  TEST(test_damage),
+        TEST(test_forged),     TEST(test_foreign),
+        TEST(test_no_room),    TEST(test_no_memory),
+        TEST(test_kill),       TEST(test_nothing_is_left),
     };
     check_test = "main";
     temporary();

@@ -484,7 +484,8 @@ def test_arguments(folder):
     data = folder + "-data"
     write_shard(data, 0, fake_samples(10, 5, 40))
     for words in (["--every", "0"], ["--held", "0"], ["--held", "nan"], ["--length", "8"], ["--rows", "0"],
-                  ["--steps", "0"], ["--lr", "nan"], ["--lr", "1e30"], ["--draft-vocab", "-1"], ["--ffn", "x"], ["--offset", "-5"],
+                  ["--steps", "0"], ["--lr", "nan"], ["--lr", "1e30"], ["--draft-vocab", "-1"], ["--ffn", "x"],
+                  ["--offset", "-5"],
                   ["--minutes", "-1"], ["--seed", "-1"], ["--device", "nope"]):
         with contextlib.redirect_stderr(io.StringIO()) as said:
             refused("^2$", run_training, folder, data, *words)

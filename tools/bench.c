@@ -74,9 +74,10 @@ static const cli_option bench_options[] = {
      "of --soar with --spec all: drafts by order, oracle:P (right with P %), oracle, random or "
      "adversarial"},
     {BENCH_CONTEXT, "context", NULL,
-     "tokens a second by context, 2K, 4K ... 1M, in one sequence that grows; prints CSV"},
+     "tokens a second by context, 2K, 4K ... up to --max-context, in one sequence that grows; "
+     "prints CSV"},
     {BENCH_MAX_CONTEXT, "max-context", "N",
-     "where --context ends (default 1M, or what fits); else the longest sequence"},
+     "where --context ends (default 1M, or what fits; CPU: 32K); else the longest sequence"},
     {CLI_JSON, "json", NULL, "print one JSON object"},
     {0, NULL, NULL, NULL},
 };
@@ -115,8 +116,8 @@ typedef struct bench {
     const char *prompts;
     const char *soar, *concurrency, *baseline, *eval, *spec_test; // --soar and what belongs to it
     int64_t num_prompts, natural_tokens;
-    int context, of_soar; // --context; an option of --soar was there
-    sala_timings drafts;  // of all requests
+    int context, of_soar, sized; // --context; an option of --soar, --prompt-tokens was there
+    sala_timings drafts;         // of all requests
     sala *engine;
     bench_shape shapes[BENCH_SHAPES];
     int shape_count, blas_rows;
@@ -458,6 +459,12 @@ static int bench_scenario_check(const bench *b) {
     if (b->soar && b->context) return cli_fail(CLI_USAGE, "give --soar or --context, not both");
     if (scenario && others)
         return cli_fail(CLI_USAGE, "--soar and --context go with none of the other measurements");
+    if (b->soar && (b->sized || b->gen))
+        return cli_fail(CLI_USAGE, "--prompt-tokens and --gen-tokens do not go with --soar, whose "
+                                   "lines say how long they are");
+    if (b->context && b->sized)
+        return cli_fail(CLI_USAGE, "--prompt-tokens does not go with --context, which grows up to "
+                                   "--max-context");
     if (b->context && b->spec) return cli_fail(CLI_USAGE, "--spec all does not go with --context");
     if (b->spec_test && !b->spec)
         return cli_fail(
@@ -494,7 +501,7 @@ static int sala_bench(int argc, char **argv) {
     while ((id = cli_next(&a)) > 0) {
         int code = CLI_OK;
         if (id == BENCH_PROMPT)
-            code = cli_integer("prompt-tokens", a.value, 1, 1 << 24, &b->prompt);
+            code = cli_integer("prompt-tokens", a.value, 1, 1 << 24, &b->prompt), b->sized = 1;
         if (id == BENCH_GEN) code = cli_integer("gen-tokens", a.value, 1, 1 << 20, &b->gen);
         if (id == BENCH_PARALLEL) code = cli_integer("parallel", a.value, 1, 256, &b->parallel);
         if (id == BENCH_REPEAT) code = cli_integer("repeat", a.value, 1, BENCH_REPEATS, &b->repeat);

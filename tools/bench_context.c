@@ -109,6 +109,8 @@ static int64_t context_limit(cli_args *a, const char *model, int64_t wanted) {
     int code = sala_plan(model, &o, &info, &err);
     if (code == SALA_E_MEMORY) most = info.longest_context / 64 * 64;
     if (code < 0 && code != SALA_E_MEMORY) return cli_fail(0, "%s", err.text);
+    if (!a->options.context && strncmp(info.device, "CPU", 3) == 0 && most > 32768)
+        return 32768; // a minute, not an hour
     if (most < wanted)
         fprintf(stderr,
                 "sala: the series ends at %lld tokens, which is the longest context that fits, not "
@@ -131,6 +133,7 @@ static int bench_context(bench *b, cli_args *a) {
     if (most > 0 && most <= b->gen + 1)
         code = cli_fail(CLI_FAILED, "%lld tokens are no context for --gen-tokens %lld",
                         (long long)most, (long long)b->gen);
+    while (to <= b->gen) to *= 2; // the first line is of the first length that holds them
     a->options.context = a->options.kv_tokens = most;
     if (code == CLI_OK) b->engine = cli_open(a);
     if (code == CLI_OK && !b->engine) code = a->code;

@@ -38,12 +38,14 @@ typedef struct soar_bench {
 
 // ---- running ----
 
+static int soar_at_once(const soar_bench *x, int level) { // requests, with so few of them
+    return level && level < x->set.count ? level : x->set.count;
+}
+
 static int soar_most(const soar_bench *x) { // requests that there may be at once
     int most = 1;
-    for (int i = 0; i < x->level_count; i++) {
-        int n = x->level[i] && x->level[i] < x->set.count ? x->level[i] : x->set.count;
-        if (n > most) most = n;
-    }
+    for (int i = 0; i < x->level_count; i++)
+        if (soar_at_once(x, x->level[i]) > most) most = soar_at_once(x, x->level[i]);
     return most;
 }
 
@@ -89,7 +91,7 @@ static int soar_send(soar_bench *x, int i, int64_t limit) {
     ask.guess_count = (int64_t)(guess->size / sizeof(int32_t));
     if (code == CLI_OK) id = sala_submit(x->b->engine, &ask, &err);
     if (code == CLI_OK && id < 0)
-        code = cli_fail(CLI_FAILED, "%s: line %d: %s", x->set.path, it->line, err.text);
+        code = cli_fail(CLI_FAILED, "%s:%d: %s", x->set.path, it->line, err.text);
     if (i == 0) x->first = id;
     if (x->now->natural)
         sala_free(x->b->engine, tokens);
@@ -213,14 +215,30 @@ static int soar_run(soar_bench *x, int level, int natural, const char *spec) {
     return code;
 }
 
+// The level before this one that is the same run, as there are so few requests; -1: none.
+static int soar_twin(const soar_bench *x, int l) {
+    for (int k = 0; k < l; k++)
+        if (soar_at_once(x, x->level[k]) == soar_at_once(x, x->level[l])) return x->level[k];
+    return -1;
+}
+
 static int soar_all(soar_bench *x) {
     const char *spec = x->b->engine->options.spec;
-    int words = x->b->engine->has_tokenizer, code = CLI_OK;
-    for (int l = 0; l < x->level_count; l++)
+    int words = x->b->engine->has_tokenizer, code = CLI_OK, twin;
+    for (int l = 0; l < x->level_count && code == CLI_OK; l++) {
+        if ((twin = soar_twin(x, l)) >= 0) {
+            for (int i = 0, n = x->row_count; i < n; i++) {
+                if (x->rows[i].level != twin) continue;
+                x->rows[x->row_count] = x->rows[i];
+                x->rows[x->row_count++].level = x->level[l];
+            }
+            continue;
+        }
         for (int natural = 0; natural <= words; natural++) {
             if (code == CLI_OK && x->b->spec) code = soar_run(x, x->level[l], natural, "off");
             if (code == CLI_OK) code = soar_run(x, x->level[l], natural, spec);
         }
+    }
     return code;
 }
 
@@ -258,7 +276,7 @@ static const char *soar_level(int level, char out[16]) {
     return out;
 }
 
-static void soar_print_row(const soar_row *r) {
+static void soar_print_row(const soar_bench *x, const soar_row *r) {
     char name[16], first[40], each[48];
     snprintf(first, sizeof first, "%.0f/%.0f/%.0f", 1e3 * r->ttft[0], 1e3 * r->ttft[1],
              1e3 * r->ttft[2]);
@@ -268,6 +286,9 @@ static void soar_print_row(const soar_row *r) {
            soar_level(r->level, name), r->natural ? "natural" : "forced", r->spec, r->seconds,
            cli_rate((double)r->input, r->seconds), cli_rate((double)r->output, r->seconds), first,
            each, cli_tau(&r->sum), cli_rate(1e-9 * r->bytes, r->busy), 1e3 * r->pause, r->ended);
+    if (x->b->engine->options.reuse && strcmp(x->b->engine->options.reuse, "off") != 0)
+        printf("                       %lld of %lld prompt tokens were there already\n",
+               (long long)r->sum.reused_tokens, (long long)(r->input + r->sum.reused_tokens));
     if (!(cli_tau(&r->sum) > 1)) return;
     cli_print_spec(stdout, "                       ", &r->sum);
     printf("\n");
@@ -319,8 +340,14 @@ static void soar_print(const soar_bench *x, const sala_info *info) {
         "50/90/99 "
         "t/step     GB/s  wait ms ended\n",
         x->set.count, x->set.left_out, (long long)info->kv_tokens_total, info->max_sequences);
-    for (int i = 0; i < x->row_count; i++) soar_print_row(&x->rows[i]);
+    for (int i = 0; i < x->row_count; i++) soar_print_row(x, &x->rows[i]);
     printf("\n");
+    for (int l = 0, twin; l < x->level_count; l++) {
+        char name[16], other[16];
+        if ((twin = soar_twin(x, l)) >= 0)
+            printf("%s is the run of %s: there are %d requests\n", soar_level(x->level[l], name),
+                   soar_level(twin, other), x->set.count);
+    }
     if (!x->b->engine->has_tokenizer)
         printf("no natural rows: a model without a tokenizer has no answers that end\n");
     for (int l = 0; l < x->level_count; l++) soar_print_gain(x, x->level[l]);
@@ -335,9 +362,9 @@ static void soar_json_row(const soar_bench *x, const soar_row *r) {
     o.spec = r->spec;
     o.spec_test = strcmp(r->spec, "off") ? x->b->spec_test : NULL;
     printf("%s{\"concurrency\": %d, \"row\": \"%s\", \"seconds\": %.6f, \"prompt_tokens\": %lld, "
-           "\"output_tokens\": %lld, \"ended\": %d, ",
+           "\"output_tokens\": %lld, \"reused_tokens\": %lld, \"ended\": %d, ",
            r == x->rows ? "" : ", ", r->level, r->natural ? "natural" : "forced", r->seconds,
-           (long long)r->input, (long long)r->output, r->ended);
+           (long long)r->input, (long long)r->output, (long long)r->sum.reused_tokens, r->ended);
     printf("\"ttft\": [%.6f, %.6f, %.6f], \"tpot\": [%.9f, %.9f, %.9f], \"decode_gb_per_second\": "
            "%.3f, ",
            r->ttft[0], r->ttft[1], r->ttft[2], r->tpot[0], r->tpot[1], r->tpot[2],
@@ -418,9 +445,9 @@ static int soar_read_json(soar_bench *x, const char *path, int is_eval) {
 // "1,8,max": 0 and max mean all. Returns an exit code.
 static int soar_read_levels(soar_bench *x, const char *at) {
     for (;; at++) {
-        char word[16];
+        char word[32]; // a longer one is no number either
         int64_t level = 0;
-        snprintf(word, sizeof word, "%.*s", (int)(strcspn(at, ",") & 15), at);
+        snprintf(word, sizeof word, "%.*s", (int)strcspn(at, ","), at);
         if (strcmp(word, "max") != 0 &&
             cli_integer("concurrency", word, 0, 100000, &level) != CLI_OK)
             return CLI_USAGE;

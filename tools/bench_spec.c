@@ -157,14 +157,16 @@ static int spec_read_prompts(spec_bench *x, const char *path) {
         size_t bytes = next ? (size_t)(next - line) : strlen(line);
         next = next ? next + 1 : line + bytes;
         number++;
-        if (sala__json_parse(&x->b->engine->env, path, line, bytes, &j, &err) < 0) {
-            code = cli_fail(CLI_FAILED, "line %d: %s", number, err.text);
+        char where[4200];
+        snprintf(where, sizeof where, "%s:%d", path, number);
+        if (sala__json_parse(&x->b->engine->env, where, line, bytes, &j, &err) < 0) {
+            code = cli_fail(CLI_FAILED, "%s", err.text);
             break;
         }
         const char *class = sala__json_text(&j, sala__json_get(&j, 0, "class"));
         const char *prompt = sala__json_text(&j, sala__json_get(&j, 0, "prompt"));
         if (!class || !prompt) {
-            code = cli_fail(CLI_FAILED, "%s: line %d lacks class or prompt", path, number);
+            code = cli_fail(CLI_FAILED, "%s: lacks class or prompt", where);
         } else {
             int64_t n = sala_tokenize(x->b->engine, prompt, strlen(prompt),
                                       SALA_ADD_BOS | SALA_PARSE_SPECIAL, &tokens, &err);

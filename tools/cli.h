@@ -250,6 +250,9 @@ static void cli_catch_signals(void) {
     action.sa_handler = cli_on_signal;
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
+    struct sigaction old; // of a terminal that closes, unless nohup took care
+    if (sigaction(SIGHUP, NULL, &old) == 0 && old.sa_handler != SIG_IGN)
+        sigaction(SIGHUP, &action, NULL);
     action.sa_handler = SIG_IGN; // a closed pipe is a write error, reported as one
     sigaction(SIGPIPE, &action, NULL);
 }
@@ -273,6 +276,22 @@ static int cli_output_open(cli_output *o, const char *path) { // returns an exit
     }
     return o->fd >= 0 ? CLI_OK
                       : cli_fail(CLI_OUTPUT, "%s: cannot create: %s", path, strerror(errno));
+}
+
+// Could sala_save write there? It makes a file beside it, and puts that in its place. Returns an exit code.
+static int cli_check_place(const char *path) {
+    struct stat st;
+    char *real = realpath(path, NULL), *folder = real ? real : cli_copy(path); // links are followed
+    char *slash = strrchr(folder, '/');
+    int code = CLI_OK;
+    if (stat(path, &st) == 0 && !S_ISREG(st.st_mode))
+        code = cli_fail(CLI_OUTPUT, "%s: cannot be saved there: not a regular file", path);
+    if (slash) slash[slash == folder] = 0;
+    if (code == CLI_OK && (!*path || access(slash ? folder : ".", W_OK | X_OK) != 0))
+        code = cli_fail(CLI_OUTPUT, "'%s': cannot be saved there: %s", path,
+                        strerror(*path ? errno : ENOENT));
+    free(folder);
+    return code;
 }
 
 static int cli_output_write(cli_output *o, int64_t offset, const void *data, size_t bytes) {
@@ -402,7 +421,8 @@ static const cli_option cli_engine[] = {
     {0, "reuse", "KIND",
      "what a prompt may begin with: prefix (of an earlier prompt; default but for run, logits and "
      "bench), history (also a kept conversation), off"},
-    {0, "reuse-memory", "BYTES", "snapshots of lightning states for it (default: 16 snapshots)"},
+    {0, "reuse-memory", "BYTES",
+     "snapshots of lightning states for it (default: up to 16, as fit)"},
     {0, "template", "chatml", "chat template (default: recognised from the model's files)"},
     {0, "synthetic", NULL,
      "-m is a config.json; weights are made by a hash, there is no tokenizer"},
@@ -439,6 +459,7 @@ typedef struct cli_args {
     int code;          // exit code when cli_next returned -1 or cli_open NULL
     int json;
     const char *model;
+    const char *asked; // the last option that a request has, NULL: none
     sala_options options;
     sala_request request;
     cli_buffer stops, stop_tokens, biases; // what request.stop and the like point to
@@ -497,7 +518,7 @@ static const cli_option *cli_find(const cli_command *c, const char *name, int le
 
 static int cli_unknown(const cli_command *c, const char *name) {
     const char *nearest = NULL;
-    int best = (int)strlen(name) / 3 + 2;
+    int best = (int)strlen(name) / 3 + 1; // a third of it may be wrong
     for (int i = 0; i < 4; i++) {
         for (const cli_option *o = cli_table(c, i); o && o->name; o++) {
             int d = sala__name_distance(o->name, name);
@@ -566,6 +587,7 @@ static int cli_set_stop(cli_args *a, const char *text) {
 static int cli_shared_option(cli_args *a, const cli_option *o, int table) {
     sala_error err;
     int code;
+    if (table == 2) a->asked = o->name;
     switch (o->id) {
     case 'm':
         a->model = a->value;
@@ -699,18 +721,21 @@ static const char *cli_model_path(const char *given, char *room) {
     return NULL;
 }
 
-// One line that says what runs.
+// One line that says what runs, and with what memory.
 static void cli_describe(sala *engine) {
     sala_info i;
-    char kv[32], state[32], total[32], context[32], dense[64] = "sparse from the first token";
+    char context[32], kv[32], total[32], reuse[80] = "", prefill[40] = "";
     sala_get_info(engine, &i);
-    if (i.dense_len > 0) snprintf(dense, sizeof dense, "dense below %d tokens", i.dense_len);
-    fprintf(stderr,
-            "sala %s: %s; %s, %s, %.2f bits per weight, %s, prefill %s; KV %s, states %s; longest "
-            "context %s tokens; %s; drafts %s\n",
-            sala_version(), i.device, i.path, i.weight_format, i.bits_per_weight,
-            cli_bytes((double)i.weight_bytes, total), i.prefill, cli_bytes((double)i.kv_bytes, kv),
-            cli_bytes((double)i.state_bytes, state), cli_count(i.longest_context, context), dense,
+    if (i.snapshots)
+        snprintf(reuse, sizeof reuse, ", %d snapshot%s of prefixes %s", i.snapshots,
+                 i.snapshots == 1 ? "" : "s", cli_bytes((double)i.reuse_bytes, total));
+    if (strcmp(i.prefill, "BF16") != 0) // results depend on it
+        snprintf(prefill, sizeof prefill, ", prefill %s", i.prefill);
+    fprintf(stderr, "sala %s: %s; %s, %s, %.2f bits per weight%s, %s; ", sala_version(), i.device,
+            i.path, i.weight_format, i.bits_per_weight, prefill,
+            cli_bytes((double)i.weight_bytes, total));
+    fprintf(stderr, "context %s, KV and states %s%s; drafts %.*s\n", cli_count(i.context, context),
+            cli_bytes((double)(i.kv_bytes + i.state_bytes), kv), reuse, (int)strcspn(i.spec, ";"),
             i.spec);
 }
 
@@ -728,6 +753,9 @@ static int cli_check_engine(cli_args *a, const char *path) {
     else if (o->spec_tree && !o->draft && !cli_quiet)
         fprintf(stderr, "sala: --spec-tree is for the trees of a draft head, and none was named "
                         "(--draft)\n");
+    else if (o->draft && o->spec && (strcmp(o->spec, "off") == 0 || strcmp(o->spec, "ngram") == 0))
+        fprintf(stderr, "sala: warning: --spec %s leaves the draft head %s alone\n", o->spec,
+                o->draft);
     return a->code;
 }
 
@@ -744,13 +772,28 @@ static sala *cli_open(cli_args *a) {
     a->options.hooks.progress = cli_load_progress;
     engine = sala_open(path, &a->options, &err);
     cli_progress_clear();
-    if (!engine) {
-        cli_fail(CLI_FAILED, "%s", err.text);
+    if (!engine) { // an option that was wrong, or a model
+        a->code = cli_fail(err.code == SALA_E_ARGUMENT ? CLI_USAGE : CLI_FAILED, "%s", err.text);
         return NULL;
     }
     if (!cli_quiet) cli_describe(engine);
     a->code = CLI_OK;
     return engine;
+}
+
+// Tokens on the command line must be in the vocabulary. Returns an exit code.
+static int cli_check_tokens(const cli_args *a, sala *engine) {
+    const sala_request *r = &a->request;
+    sala_info info;
+    sala_get_info(engine, &info);
+    for (int i = 0; i < r->bias_count + r->stop_token_count; i++) {
+        int bias = i < r->bias_count;
+        int32_t token = bias ? r->biases[i].token : r->stop_tokens[i - r->bias_count];
+        if (token >= info.vocab)
+            return cli_fail(CLI_USAGE, "--%s: there is no token %d: the vocabulary has 0 to %d",
+                            bias ? "bias" : "stop-token", token, info.vocab - 1);
+    }
+    return CLI_OK;
 }
 
 static double cli_rate(double amount, double seconds) {
@@ -816,6 +859,7 @@ static void cli_json_spec(const sala_options *o, const sala_timings *t) {
 // One line: what was read and written, and how fast.
 static void cli_print_timings(const sala_timings *t) {
     double rate = cli_rate((double)(t->output_tokens - 1), t->decode_seconds);
+    cli_fresh_line();
     fprintf(stderr, "sala: %s %lld tokens in %.2f s, %.0f t/s; ",
             t->output_tokens ? "prompt" : "read of the prompt:", (long long)t->prompt_tokens,
             t->prefill_seconds, cli_rate((double)t->prompt_tokens, t->prefill_seconds));

@@ -62,7 +62,8 @@ static const cli_command dump_command = {
     "  {\"text\": \"...\"}                                    all is under loss\n"
     "  {\"messages\": [{\"role\": \"user\", \"content\": \"...\"}, ...]}\n"
     "      by the chat template; under loss is what the assistant says, with its end token\n"
-    "  {\"prompt\": \"...\", \"answer\": \"...\"}   raw text; the answer is under loss\n\n"
+    "  {\"prompt\": \"...\", \"answer\": \"...\"}   raw text; the answer is under loss\n"
+    "  {\"prompt\": \"...\"}   with --regenerate; so are messages that end with a question\n\n"
     "The same command goes on behind the last whole shard; with other options, another model\n"
     "or other data it refuses to. Take the model, --prefill and --dense-len to be deployed.\n",
     dump_options,
@@ -641,8 +642,9 @@ static void dump_describe(dump_job *job) {
     fprintf(out, "\"device\": \"%s\", \"template\": \"%s\", \"data\": \"%016llx\", ",
             job->engine->on_gpu ? "cuda" : "cpu", i->chat_template ? i->chat_template : "none",
             (unsigned long long)cli_hash(CLI_HASH, job->file.data, (size_t)job->file.size));
-    fprintf(out, "\"max_tokens\": \"%lld\", \"shard_tokens\": \"%lld\", \"regenerate\": \"%d\"",
-            (long long)job->max_tokens, (long long)job->shard_tokens, job->regenerate);
+    fprintf(out, "\"limit\": \"%lld\", \"max_tokens\": \"%lld\", \"shard_tokens\": \"%lld\", ",
+            (long long)job->limit, (long long)job->max_tokens, (long long)job->shard_tokens);
+    fprintf(out, "\"regenerate\": \"%d\"", job->regenerate);
     if (job->regenerate)
         fprintf(out, ", \"answer_tokens\": \"%lld\", \"temperature\": \"%.9g\", \"seed\": \"%llu\"",
                 (long long)job->answer_tokens, (double)r->temperature, (unsigned long long)r->seed);

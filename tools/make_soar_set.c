@@ -25,22 +25,26 @@ static const cli_option set_options[] = {
     {SET_COUNT, "count", "N", "requests (default 12; the contest: 12, 36 and 96)"},
     {SET_SEED, "seed", "N", "another choice of lengths and pieces (default 0)"},
     {SET_SCALE, "scale", "X", "multiplies all lengths (default 1)"},
-    {SET_TEXT, "text", "FILE", "where questions and answers are cut from, - is stdin; needs -m"},
+    {SET_TEXT, "text", "FILE",
+     "where questions and answers are cut from, - is stdin; -m names the tokenizer that counts"},
     {0, NULL, NULL, NULL},
 };
 
 static const cli_command set_command = {
-    "make_soar_set",
-    "[-m DIR --text FILE] [options]\n\n"
+    "--help",
+    "make_soar_set [--text FILE [-m DIR]] [options]\n\n"
     "Writes JSON lines for `sala bench --soar` to stdout. Within a class of lengths the logarithm "
     "is\n"
     "uniform; the longest answers go with the shortest prompts, as in the contest (coding against "
     "long\n"
-    "documents).\n",
+    "documents). A question is a piece of the text and \"Go on with this text.\" A text should be "
+    "longer\n"
+    "than the longest piece: what is longer repeats it, and n-grams profit from that.\n",
     set_options,
     0,
     "  build/make_soar_set --lengths v2 --count 96\n"
-    "  build/make_soar_set --lengths 100:4096 --count 8\n",
+    "  build/make_soar_set --lengths 100:4096 --count 8\n"
+    "  build/make_soar_set --text book.txt --lengths 2000:200 --count 8\n",
 };
 
 typedef struct set_class { // [least, most) tokens, percent of the requests
@@ -154,11 +158,12 @@ static int set_piece(set_maker *m, int64_t wanted, const char *after, cli_buffer
 
 static int set_write(set_maker *m) { // returns an exit code
     cli_buffer question = {0}, answer = {0};
-    int64_t in, out, sum_in = 0, sum_out = 0;
+    int64_t in, out, sum_in = 0, sum_out = 0, longer = 0; // `longer`: than the text
     int code = CLI_OK;
     for (int64_t i = 0; i < m->count && code == CLI_OK; i++) {
         in = (int64_t)m->in[i];
         out = (int64_t)m->out[i];
+        longer += m->text && (in > m->corpus_count || out > m->corpus_count);
         if (m->text) code = set_piece(m, in, "\n\nGo on with this text.", &question, &in);
         if (m->text && code == CLI_OK) code = set_piece(m, out, "", &answer, &out);
         if (code != CLI_OK) break;
@@ -178,6 +183,11 @@ static int set_write(set_maker *m) { // returns an exit code
     if (code == CLI_OK && !cli_quiet)
         fprintf(stderr, "%lld requests, %lld prompt tokens, %lld output tokens\n",
                 (long long)m->count, (long long)sum_in, (long long)sum_out);
+    if (code == CLI_OK && longer)
+        fprintf(stderr,
+                "sala: warning: %lld requests have more tokens than the text (%lld) and repeat it, "
+                "which flatters n-grams: give a longer text, or less with --lengths or --scale\n",
+                (long long)longer, (long long)m->corpus_count);
     cli_free(&question);
     cli_free(&answer);
     return code ? code : cli_flush();
@@ -209,7 +219,7 @@ int main(int argc, char **argv) {
     m.count = 12;
     m.scale = 1;
     cli_program = "build/";
-    cli_help = "build/make_soar_set --help;";
+    cli_help = "build/make_soar_set";
     cli_start(&a, &set_command, argc, argv);
     while ((id = cli_next(&a)) > 0) {
         char *end = NULL;
@@ -223,9 +233,10 @@ int main(int argc, char **argv) {
                 cli_fail(CLI_USAGE, "--scale: '%s' is not a number above 0, at most 1000", a.value);
         if (a.code != CLI_OK) break;
     }
-    if (id == 0 && (m.text != NULL) != (a.model != NULL))
-        a.code = cli_fail(id = CLI_USAGE,
-                          "--text and -m go together: the model's tokenizer cuts the text");
+    if (id == 0 && !m.text && a.model)
+        a.code = cli_fail(id = CLI_USAGE, "-m goes with --text, which its tokenizer cuts");
+    char room[4096];
+    if (id == 0 && m.text && !(a.model = cli_model_path(a.model, room))) a.code = id = CLI_FAILED;
     if (id == 0) a.code = set_lengths(&m);
     if (id == 0 && a.code == CLI_OK && m.text) a.code = set_read_text(&m, a.model);
     if (id == 0 && a.code == CLI_OK) a.code = set_write(&m);

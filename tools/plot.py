@@ -19,7 +19,7 @@ PANELS = [("prefill_tokens_per_second", "prefill, tokens/s"), ("decode_tokens_pe
 
 def read(path):
     """The rows of one file: {column: [(context, value)]}. Ends the program with the line of what is wrong."""
-    with open(path, newline="", encoding="utf-8") as f:
+    with open(path, newline="", encoding="utf-8-sig", errors="replace") as f:
         rows = csv.DictReader(f)
         columns = [c for c, _ in PANELS if c in (rows.fieldnames or [])]
         if "context" not in (rows.fieldnames or []) or not columns:
@@ -30,7 +30,7 @@ def read(path):
                 context = float(row["context"])
                 for c in columns:
                     value = float(row[c])
-                    if not (context > 0 and 0 <= value < math.inf):
+                    if not (1 <= context <= 2**40 and 0 <= value <= 1e12):
                         raise ValueError("a number is out of range")
                     points[c].append((context, value))
             except (TypeError, ValueError) as e:
@@ -89,7 +89,9 @@ def panel(column, title, files, top):
 
 
 def main(paths):
-    if not paths or paths[0] in ("-h", "--help"):
+    if paths and paths[0] in ("-h", "--help"):
+        return print(__doc__)
+    if not paths:
         sys.exit(__doc__)
     files = [(os.path.splitext(os.path.basename(p))[0], read(p)) for p in paths]
     height = TOP + len(PANELS) * (HEIGHT + GAP) + 18 * len(files)
@@ -110,5 +112,5 @@ def main(paths):
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except OSError as e:
+    except (OSError, csv.Error) as e:
         sys.exit(f"plot.py: {e}")

@@ -26,12 +26,15 @@ typedef struct soar_set {
 } soar_set;
 
 static int soar_bad(const char *path, const soar_item *it, const char *what) {
-    return cli_fail(CLI_FAILED, "%s: line %d %s", path, it->line, what);
+    return cli_fail(CLI_FAILED, "%s:%d: %s", path, it->line, what);
 }
 
-static int64_t soar_number(const sala__json *j, const char *key) { // 0: there is none
+#define SOAR_MOST ((int64_t)1 << 30) // tokens of a prompt or an answer: what a context can be
+
+static int64_t soar_number(const sala__json *j, const char *key) { // 0: there is none that can be
     const sala__json_node *n = sala__json_at(j, sala__json_get(j, 0, key));
-    return n->type == SALA__NUMBER && n->is_integer && n->integer > 0 ? n->integer : 0;
+    int fits = n->type == SALA__NUMBER && n->is_integer && n->integer > 0;
+    return fits && n->integer <= SOAR_MOST ? n->integer : 0;
 }
 
 // The prompt is the first of three names that is not empty, as the toolkit has it. -1: there is none.
@@ -64,7 +67,8 @@ static int soar_line(const sala__tokenizer *t, const sala__json *j, const char *
     if (!t && !(it->prompt && it->output))
         return soar_bad(
             path, it,
-            "lacks prompt_tokens or completion_tokens: a model without a tokenizer needs both");
+            "lacks prompt_tokens or completion_tokens, from 1 to 2^30: a model without a tokenizer "
+            "needs both");
     if (!t) return CLI_OK;
     if (question < 0) return soar_bad(path, it, "lacks a question (or input, or prompt)");
     if (!sala__json_text(j, answer)) return soar_bad(path, it, "lacks a model_response");
@@ -78,18 +82,20 @@ static int soar_line(const sala__tokenizer *t, const sala__json *j, const char *
                              &it->output);
 }
 
-// All lines of the file, in its order. Returns an exit code.
-static int soar_lines(soar_set *x, const sala__tokenizer *t, char *at) {
+// All lines of the file, in its order; `at`: its text, with a zero behind. Returns an exit code.
+static int soar_lines(soar_set *x, const sala__tokenizer *t, const char *at, size_t left) {
     sala_error err;
     int code = CLI_OK, number = 1;
-    for (char *next; code == CLI_OK && *at; at = next, number++) {
+    for (size_t bytes, all; code == CLI_OK && left; at += all, left -= all, number++) {
         sala__json j;
-        next = strchr(at, '\n');
-        size_t bytes = next ? (size_t)(next - at) : strlen(at);
-        next = at + bytes + (next != NULL);
+        const char *end = (const char *)memchr(at, '\n', left);
+        bytes = end ? (size_t)(end - at) : left;
+        all = bytes + (end != NULL);
         if (strspn(at, " \t\r") >= bytes) continue; // blank
-        if (sala__json_parse(&soar_env, x->path, at, bytes, &j, &err) < 0)
-            return cli_fail(CLI_FAILED, "line %d: %s", number, err.text);
+        char where[4200];
+        snprintf(where, sizeof where, "%s:%d", x->path, number);
+        if (sala__json_parse(&soar_env, where, at, bytes, &j, &err) < 0)
+            return cli_fail(CLI_FAILED, "%s", err.text);
         x->items = (soar_item *)cli_resize(x->items, (size_t)(x->count + 1) * sizeof *x->items);
         soar_item *it = (soar_item *)memset(&x->items[x->count++], 0, sizeof *it);
         it->line = number;
@@ -154,7 +160,7 @@ static int soar_read(soar_set *x, const char *path, int wanted, const char *mode
     if (code == CLI_OK && model &&
         sala__tokenizer_open(&soar_env, model, 1 << 20, chat_template, &t, &err) < 0)
         code = cli_fail(CLI_FAILED, "%s", err.text);
-    if (code == CLI_OK) code = soar_lines(x, model ? &t : NULL, file.data);
+    if (code == CLI_OK) code = soar_lines(x, model ? &t : NULL, file.data, file.size);
     if (model) sala__tokenizer_close(&t);
     cli_free(&file);
     return code ? code : soar_order(x, wanted ? wanted : x->count);

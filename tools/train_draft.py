@@ -538,10 +538,10 @@ class Interrupts:
 def train(args):
     os.makedirs(args.out, exist_ok=True)
     data = Shards(args.data)
-    batch_size(data, args)
     matrix = target_head(args.target).float().to(args.device)
     embedding = target_matrix(args.target, "model.embed_tokens.weight")
     data.check(args.data, matrix)
+    batch_size(data, args)
     args.content = (f"{len(data.samples)} samples, {sum(e - b for _, b, e in data.samples)} tokens "
                     f"({data.meta.get('fingerprint')}, {data.meta.get('data')})")
     every = max(2, min(round(1 / args.held), len(data.samples)))
@@ -672,8 +672,8 @@ def export_command(args):
 
 def evaluate_command(args):
     data, matrix = Shards(args.data), target_head(args.target).float().to(args.device)
-    batch_size(data, args)
     data.check(args.data, matrix)
+    batch_size(data, args)
     head = dm.load(args.head, target_matrix(args.target, "model.embed_tokens.weight"), args.device, args.dtype)
     out = examine(head, matrix, data, data.pieces(data.samples, args.length), args)
     out["agreement"] = agreement(data, data.samples, matrix, args.device)
@@ -705,7 +705,7 @@ def main(words=None):
         c.add_argument("--length", type=within(int, 16, 1 << 24),
                        help="tokens of a row; longer samples are cut (the longest, up to 2048)")
         c.add_argument("--rows", type=within(int, 1, 1 << 16),
-                       help="rows of a batch (8; of a small set less). Memory grows with rows x length^2")
+                       help="rows of a batch (8; of a small set less); memory: rows x length^2")
         c.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
         c.add_argument("--precision", choices=("bf16", "fp32"), help="of activations (GPU: bf16, CPU: fp32)")
     for c in (x, e):
@@ -726,8 +726,8 @@ def main(words=None):
                    help="positions are trained up to here; 0: no offsets")
     t.add_argument("--init", help="begin with this head, whose vocabulary is kept")
     t.add_argument("--qat", action="store_true", help="weights as NVFP4 has them, and the head as NVFP4")
-    t.add_argument("--held", type=within(float, 1e-6, 0.5), default=HELD, help="share of the samples held out "
-                   "(%(default)s; of few samples up to an eighth), at most 256")
+    t.add_argument("--held", type=within(float, 1e-6, 0.5), default=HELD,
+                   help="share of the samples held out (%(default)s; of few samples up to an eighth), at most 256")
     t.add_argument("--seed", type=within(int, 0, 2**63 - 1), default=1)
     t.add_argument("--every", type=within(int, 1, 10**9), default=50,
                    help="steps between lines of the log and checkpoints")

@@ -48,12 +48,12 @@ def candidates(tk):
     """Several prompts of each kind; of a kind, the one whose smallest margin is the widest is kept, so that rounding
     elsewhere does not change a token."""
     r, chat = random.Random(gen.EVAL_SEED + GOLDEN_SEED), evaluate.prompt
-    heroes = (("brave fox", "Pip"), ("kind girl", "Lily"), ("shy owl", "Hugo"), ("clever boy", "Tom"), ("proud lion", "Leo"),
-              ("happy frog", "Finn"), ("lazy cat", "Mia"), ("wise turtle", "Otto"))
+    heroes = ("brave fox", "kind girl", "shy owl", "clever boy", "proud lion", "happy frog", "lazy cat", "wise turtle")
+    names = ("Pip", "Lily", "Hugo", "Tom", "Leo", "Finn", "Mia", "Otto")
     odd = ("  Two  spaces,\ttab, caf\u00e9, \u201cquotes\u201d, \U0001F642\U0001F680 \u00fc\u00f1 \u041f\u0440\u0438\u0432"
            "\u0435\u0442\n\n\nA line   with   gaps.\r\nEnd: 5\u20ac \u2192 \u03b1\u03b2 \u4f60\u597d \n ")
     return {
-        "story": [f"Once upon a time there was a {x} named {n}." for x, n in heroes],
+        "story": [f"Once upon a time there was a {heroes[i]} named {names[(i + k) % 8]}." for k in (0, 3, 5) for i in range(8)],
         "chat": [chat(f"What is the capital of {c}?") for c in ("France", "Italy", "Japan", "Egypt")] +
                 [chat(q) for q in ("Who are you?", "What does the cow say?", "Tell me a story about Lily.")],
         "chinese": [f"从前有一个孩子，名字叫{n}。" for n in ("小明", "小红", "小丽", "大伟", "阿宝", "李明")],
@@ -63,12 +63,32 @@ def candidates(tk):
                                        "One night")]}
 
 
+def after(config, weights, prompt):
+    """A decoder that has read the prompt, and the logits behind it. The whole-sequence path reads; what a step would have
+    left behind is made from the inputs of the layers."""
+    read, d = sala_ref.forward(config, weights, prompt, hidden=True), sala_ref.Decoder(config, weights)
+    d.n, pos, same = len(prompt), np.arange(len(prompt)), sala_ref.ident
+    for i in range(config.num_hidden_layers):
+        p = f"model.layers.{i}."
+        x = sala_ref.rmsnorm(read["hidden"][i], weights[p + "input_layernorm.weight"], config.rms_norm_eps)
+        if config.is_sparse(i):
+            _, k, v = sala_ref.sparse_qkv(config, weights, p + "self_attn.", x, pos, same)
+            for tier, size, stride in (("k1", config.ks1, config.st1), ("k2", config.ks2, config.st2)):
+                rows = sala_ref.n_rows(d.n, size, stride)
+                d.st[i][tier] = [k[j * stride:j * stride + size].mean(0) for j in range(rows)]
+            d.st[i]["k"], d.st[i]["v"] = list(k), list(v)
+        else:
+            _, k, v = sala_ref.lightning_qkv(config, weights, p + "self_attn.", x, pos, same)
+            age = np.exp(-sala_ref.slopes(config.lightning_nh)[None] * (d.n - 1 - pos)[:, None])  # [T, heads]
+            d.st[i] = np.einsum("th,thk,thv->hkv", age, k, v, optimize=True)
+    return d, read["logits"][-1]
+
+
 def continuation(folder, name, text):
     """Greedy in float64, token by token."""
     tk, (config, weights) = tok.load(folder), sala_ref.read_hf(folder)
-    decoder, prompt, out, margins, ends = sala_ref.Decoder(config, weights), tk.encode(text), [], [], set(config.eos_token_id)
-    for t in prompt:
-        logits = decoder.step(t)["logits"]
+    prompt, out, margins, ends = tk.encode(text), [], [], set(config.eos_token_id)
+    decoder, logits = after(config, weights, prompt)
     top = np.argsort(-logits, kind="stable")[:5]
     top5 = [int(t) for t in top], [round(float(logits[t]), 6) for t in top]
     for _ in range(TOKENS):

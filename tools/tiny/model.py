@@ -247,16 +247,26 @@ class Sala(nn.Module):
         return times(hidden, self.lm_head)
 
 
-def losses(net, hidden, target, weight, letter_weight):
+def losses(net, hidden, target, weight, letter_weight, held=None):
     """-> weighted mean of the nats; to report: nats, tokens and sure ones of answers; nats, tokens and right ones of
-    letters; the mean over plain text. target, weight [B, T]; answers weigh more than 4, plain text 1."""
-    nats = F.cross_entropy(net.logits(hidden).float().flatten(0, 1), target.flatten(), reduction="none")
+    letters; means over plain text of the nats and of the divergence from `held`. target, weight [B, T]; answers weigh
+    more than 4, plain text 1.
+    held [B, T, V]: another model's logits. What is no answer then costs sum_v p_v (log p_v - log q_v), p theirs, q ours:
+    nothing more is to be learned from that text, and nothing to be forgotten."""
+    log_q = F.log_softmax(net.logits(hidden).float().flatten(0, 1), -1)
+    nats = -log_q.gather(1, target.flatten()[:, None])[:, 0]
     w = weight.flatten().float()
-    loss, nats = (nats * w).sum() / w.sum(), nats.detach()
     answer, letter, text = (w > 4).float(), (w == letter_weight).float(), (w == 1).float()
+    cost, away = nats, torch.zeros_like(nats)
+    if held is not None:
+        log_p = F.log_softmax(held.float().flatten(0, 1), -1)
+        away = (log_p.exp() * (log_p - log_q)).sum(-1)
+        cost = torch.where(w > 4, nats, away)
+    loss, nats, away = (cost * w).sum() / w.sum(), nats.detach(), away.detach()
+    plain = text.sum().clamp(min=1)
     return loss, torch.stack([(nats * answer).sum(), answer.sum(), ((nats < 0.1).float() * answer).sum(),
                               (nats * letter).sum(), letter.sum(), ((nats < 0.69).float() * letter).sum(),
-                              (nats * text).sum() / text.sum().clamp(min=1)])
+                              (nats * text).sum() / plain, (away * text).sum() / plain])
 
 
 def pad(sequences, device="cpu"):

@@ -1,5 +1,5 @@
-"""Questions for `sala eval --tasks` in any number, as those of sala-tiny's model card but with other seeds, without the
-multiple choice that the model answers at chance. Same SEED, same items.
+"""Questions for `sala eval --tasks` in any number, as those of sala-tiny's model card but with other seeds. Same SEED,
+same items.
 
     python3 tools/tiny/questions.py NUMBER [SEED] >questions.jsonl
 
@@ -20,7 +20,7 @@ def main():
     number, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) == 3 else 0
     r = random.Random(gen.EVAL_SEED + 1000000 * (seed + 1))  # the model card's are all smaller
     long = ("needle", "needle_word", "qa")
-    short = [t for t in gen.EVAL_TASKS if t not in long + ("mc",)]
+    short = [t for t in gen.EVAL_TASKS if t not in long]
     asked = set()  # short tasks repeat themselves: what is asked twice measures nothing new
     i = 0
     while len(asked) < number:

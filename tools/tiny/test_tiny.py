@@ -11,9 +11,12 @@ import subprocess
 import sys
 import tempfile
 
+import numpy as np
+
 import evaluate
-import finish
+import finish  # finds the reference, too
 import gen
+import sala_ref
 import score
 import tok
 
@@ -119,6 +122,21 @@ def test_letters_in_training_text():
             n, found = n + len(ids), found + len(at)
         counts[mix] = 1e6 * found / n
     assert counts["letters"] > 3000 and counts["letters"] > 3 * counts["plain"], counts
+
+
+def test_spliced():
+    """The Bible's words, each pair of neighbours from it, but no passage of it; --hold's training text has it."""
+    import train
+    text = " ".join(t for _, t in gen.bible())
+    words = text.split(" ")
+    pairs, r = set(zip(words, words[1:])), random.Random(4)
+    made = [gen.spliced(r) for _ in range(20)]
+    assert made[0] == gen.spliced(random.Random(4)) and all(100 <= len(t.split(" ")) <= 600 for t in made)
+    assert all(p in pairs for t in made for p in zip(t.split(" "), t.split(" ")[1:]))
+    assert not any(t in text for t in made)
+    w, r = train.Writer(MODEL, 5, "letters", 1.0), random.Random(5)
+    ids, weights = w.document(1500, 0.1)
+    assert r.random() < 1 and ids == [1] + w.tok.text(gen.spliced(r)) + [2] and weights == [0] + [1] * (len(ids) - 1)
 
 
 # ---- scores ----
@@ -236,6 +254,22 @@ def test_folder(folder):
         tasks = [json.loads(line) for line in f]
     assert [x["id"] for x in tasks] == [x["id"] for x in public["outputs"]] and len(tasks) == 200
     assert all(x["target"] == y["output"] for x, y in zip(tasks, public["outputs"]))
+
+
+def test_after():
+    """A decoder that read a prompt at once goes on like one that took steps: with 25 tokens all is dense and a window
+    of the second tier is not complete, 59 and 60 are on both sides of the sparse rule's beginning."""
+    config = sala_ref.small_config()
+    weights, tokens = sala_ref.make_model(config, 3), sala_ref.make_tokens(config, 200, 3)
+    for n in (25, 59, 60, 128):
+        steps = sala_ref.Decoder(config, weights)
+        for t in tokens[:n]:
+            logits = steps.step(t)["logits"]
+        decoder, last = finish.after(config, weights, tokens[:n])
+        assert np.abs(last - logits).max() < 1e-9, n
+        for t in tokens[n:n + 60]:
+            here, there = decoder.step(t), steps.step(t)
+            assert np.abs(here["logits"] - there["logits"]).max() < 1e-9 and here["blocks"] == there["blocks"], n
 
 
 def test_golden():

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import tarfile
 import time
 
 import numpy as np
@@ -141,6 +142,40 @@ def test_training_goes_on_from_weights(folder):
     assert step > 10 or float(rows[-1]["progress"]) > 0.5, rows[-1]
 
 
+def test_held():
+    """What is no answer costs its divergence from the other model: nothing, and without a pull, where both agree."""
+    torch.manual_seed(2)
+    target, weight = torch.randint(2048, (2, 6)), torch.tensor([[1, 1, 0, 2, 1, 1], [1, 1, 1, 6, 24, 1]], dtype=torch.uint8)
+    hidden, net = torch.randn(2, 6, 256, requires_grad=True), model.Sala(1)
+    same = net.logits(hidden).detach()
+    loss, sums = model.losses(net, hidden, target, weight, 24, same)
+    nats = torch.nn.functional.cross_entropy(same.flatten(0, 1), target.flatten(), reduction="none").reshape(2, 6)
+    w = weight.float()
+    assert abs(loss.item() - ((nats * w)[1, 3:5].sum() / w.sum()).item()) < 1e-5 and abs(sums[-1].item()) < 1e-6
+    loss.backward()
+    pull = hidden.grad.abs().amax(-1)
+    assert pull[1, 3:5].min() > 1e-5 and pull[0].max() < 1e-8 and pull[1, [0, 1, 2, 5]].max() < 1e-8, pull
+    other = torch.randn(2, 6, 2048)
+    loss, sums = model.losses(net, hidden, target, weight, 24, other)
+    p, q = (x.double().log_softmax(-1) for x in (other, same))
+    away = (p.exp() * (p - q)).sum(-1)
+    cost = torch.where(weight > 4, nats.double(), away)
+    assert abs(loss.item() - ((cost * w).sum() / w.sum()).item()) < 1e-4
+    assert abs(sums[-1].item() - away[weight == 1].mean().item()) < 1e-4
+    free = model.losses(net, hidden, target, weight, 24)[0]
+    assert abs(free.item() - ((nats * w).sum() / w.sum()).item()) < 1e-5
+
+
+def test_training_holds(folder):
+    """--hold: text costs next to nothing at the start, and the loss is far below the one without."""
+    weights = MODEL + "/model.safetensors"
+    trained(folder + "/a", "--steps", "1", "--init", weights)
+    trained(folder + "/b", "--steps", "1", "--init", weights, "--hold", weights)
+    free, held = log(folder + "/a")[0], log(folder + "/b")[0]
+    assert float(free["held"]) == 0 and float(held["held"]) < 1e-4 < float(held["text_nats"]), held
+    assert float(held["loss"]) < 0.5 * float(free["loss"]), (free, held)
+
+
 def test_training_says_what_is_wrong(folder):
     bad = trained(folder, "--init", folder + "/none", fine=False)
     assert bad.returncode != 0 and "none" in bad.stderr
@@ -184,7 +219,9 @@ def test_rehearsal(folder):
         os.environ, OUT=folder + "/out", WORK=folder + "/work", PYTHON=sys.executable, DEVICE="cpu", TRAIN=small,
         EVALUATE="--quick", MEASURE="200"))
     files = sorted(os.listdir(folder + "/out"))
-    assert files == ["base.json", "log.csv", "model.safetensors", "scores.json", "train.log", "verdict.txt"], (files, run.stdout)
+    assert files == ["model.safetensors", "report.tgz"], (files, run.stdout)
+    with tarfile.open(folder + "/out/report.tgz") as f:
+        assert sorted(f.getnames()) == ["base.json", "log.csv", "scores.json", "train.log", "verdict.txt"], f.getnames()
     assert run.returncode == 1 and "VERDICT: not good: mc" in run.stdout.splitlines()[-1], run.stdout
     assert os.path.getsize(folder + "/out/model.safetensors") == os.path.getsize(MODEL + "/model.safetensors")
 

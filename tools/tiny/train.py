@@ -11,7 +11,8 @@ The budget is wall-clock time from start to end, compiling included. Phases, by 
     to 0.5       dense attention and the selection loss: block scores learn dense attention's mass on each block
     to 1         the sparse rule and that loss; every eighth step with long sequences; the learning rate falls
 With --init FILE all of it is the last phase, at full rate until the middle. --mix letters is what teaches
-multiple choice (gen.LETTER_MIX)."""
+multiple choice (gen.LETTER_MIX). With --hold FILE only answers are learned from the text: elsewhere the loss is the
+divergence from the predictions of the weights in FILE, so that what they know stays as it is."""
 import argparse
 import csv
 import ctypes
@@ -29,9 +30,10 @@ import tok
 HERE = os.path.dirname(os.path.abspath(__file__))
 AUX, SPARSE, DECAY = 0.42, 0.5, 0.5
 SELECTION, CLIP = 0.1, 1.0
+SPLICED = 0.12  # of the documents, with --hold: on text known by heart the weights in FILE do not show how they guess
 LETTER_WEIGHT = 24  # of the one token that multiple choice is about; other tokens of answers weigh 6
 COLUMNS = ["seconds", "step", "progress", "mode", "rate", "loss", "answer_nats", "answer_sure", "letter_nats",
-           "letter_right", "text_nats", "selection", "ms_a_step", "tokens", "fresh"]
+           "letter_right", "text_nats", "held", "selection", "ms_a_step", "tokens", "fresh"]
 
 
 def arguments():
@@ -40,6 +42,7 @@ def arguments():
     p.add_argument("--budget", type=float, required=True, help="seconds")
     p.add_argument("--steps", type=int, default=1 << 30, help="stop after as many, for tests")
     p.add_argument("--init", help="a model.safetensors to begin with")
+    p.add_argument("--hold", help="a model.safetensors whose predictions of plain text are kept")
     p.add_argument("--mix", choices=("plain", "letters"), default="plain")
     p.add_argument("--tokenizer", default=os.path.join(HERE, "..", "..", "models", "sala-tiny"), help="its folder")
     p.add_argument("--seed", type=int, default=1)
@@ -66,8 +69,8 @@ def letter_places(ids, weights, letters, is_):
 class Writer:
     """Fills rows with documents one behind the other. Same seed, same rows."""
 
-    def __init__(self, folder, seed, mix):
-        self.tok, self.r = tok.load(folder), random.Random(seed)
+    def __init__(self, folder, seed, mix, spliced=0.0):
+        self.tok, self.r, self.spliced = tok.load(folder), random.Random(seed), spliced
         self.mix = gen.LETTER_MIX if mix == "letters" else gen.TASK_MIX
         self.letters = {self.tok.vocab[tok.SPACE + x] for x in "ABCD"}
         self.is_ = self.tok.vocab[tok.SPACE + "is"]
@@ -75,6 +78,8 @@ class Writer:
     def document(self, room, p_long):
         if room < 150:
             return self.tok.document([(1, 0), (gen.plain(self.r), 1), (2, 1)])
+        if self.r.random() < self.spliced:
+            return self.tok.document([(1, 0), (gen.spliced(self.r), 1), (2, 1)])
         room = room if self.r.random() < 0.5 else min(room, 1200)
         ids, weights = self.tok.document(gen.document(self.r, room, 0.3, p_long, self.mix))
         for i in letter_places(ids, weights, self.letters, self.is_):
@@ -104,9 +109,9 @@ class Pool:
     def share(self, k):
         return range(k * self.shape[0] // self.workers, (k + 1) * self.shape[0] // self.workers)
 
-    def work(self, k, folder, seed, mix):
+    def work(self, k, *writer):
         """Fills its share of the rows, then replaces them, as many as were drawn."""
-        writer = Writer(folder, seed, mix)
+        writer = Writer(*writer)
         while True:
             for row in self.share(k):
                 while self.made[k] >= len(self.share(k)) + self.drawn.value / self.workers:
@@ -131,11 +136,12 @@ def start_pools(a):
     pools = [Pool(a.rows, a.length, max(1, a.workers - long_workers), 0.1),
              Pool(max(a.long_batch, a.rows // 21), a.long, long_workers, 0.35) if a.long else None]
     fork, processes = multiprocessing.get_context("fork"), []
-    gen.bible()  # read once, before the processes part
+    spliced = SPLICED if a.hold else 0.0
+    gen.spliced(random.Random(0))  # the Bible is read once, before the processes part
     for which, pool in enumerate(pools):
         for k in range(pool.workers if pool else 0):
             seed = (a.seed * 2 + which) * 100003 + k
-            processes.append(fork.Process(target=pool.work, args=(k, a.tokenizer, seed, a.mix), daemon=True))
+            processes.append(fork.Process(target=pool.work, args=(k, a.tokenizer, seed, a.mix, spliced), daemon=True))
             processes[-1].start()
     return pools, processes
 
@@ -221,6 +227,7 @@ class Trainer:
         self.net = model.Sala(a.seed).to(a.device)
         if a.init:
             self.net.load_state_dict({k: v.float() for k, v in model.read_safetensors(a.init).items()})
+        self.held = model.load(a.hold, a.device).requires_grad_(False) if a.hold else None
         self.optimizer = Optimizer(self.net, torch, a.rate)
         self.step, self.tokens, self.progress = 0, 0, 0.0
         self.resume()
@@ -253,11 +260,11 @@ class Trainer:
         os.replace(weights + ".new", weights)
 
     def log(self, mode, factor, sums, steps, seconds):
-        ce, answers, sure, letter, letters, right, text, selection, loss = (sums / steps).tolist()
+        ce, answers, sure, letter, letters, right, text, held, selection, loss = (sums / steps).tolist()
         row = [round(time.time() - self.started, 1), self.step, round(self.progress, 4), mode,
                f"{self.a.rate * factor:.2e}", *(f"{x:.4f}" for x in (
                    loss, ce / max(answers, 1e-9), sure / max(answers, 1e-9), letter / max(letters, 1e-9),
-                   right / max(letters, 1e-9), text, selection)), f"{1000 * seconds / steps:.1f}", self.tokens,
+                   right / max(letters, 1e-9), text, held, selection)), f"{1000 * seconds / steps:.1f}", self.tokens,
                round(sum(self.pools[0].made) / max(1, self.step * self.a.batch), 3)]
         path = os.path.join(self.a.out, "log.csv")
         new = not os.path.exists(path)
@@ -272,8 +279,12 @@ class Trainer:
     def forward_backward(self, mode, long):
         a = self.a
         ids, weights = self.pools[long].draw(self.rng, a.long_batch if long else a.batch, self.torch, a.device)
-        hidden, selection = self.net(ids[:, :-1].contiguous(), mode, self.dtype)
-        loss, sums = self.loss(self.net, hidden, ids[:, 1:].contiguous(), weights[:, 1:].contiguous(), LETTER_WEIGHT)
+        text, held = ids[:, :-1].contiguous(), None
+        if self.held is not None:
+            with self.torch.no_grad():
+                held = self.held.logits(self.held(text, mode, self.dtype)[0])
+        hidden, selection = self.net(text, mode, self.dtype)
+        loss, sums = self.loss(self.net, hidden, ids[:, 1:].contiguous(), weights[:, 1:].contiguous(), LETTER_WEIGHT, held)
         (loss + SELECTION * selection).backward()
         extra = [x.detach() if self.torch.is_tensor(x) else loss.new_zeros(()) for x in (selection, loss)]
         return self.torch.cat([sums, self.torch.stack(extra)]), ids.numel()
@@ -320,6 +331,8 @@ class Trainer:
                 saved = time.time()
         if steps and not torch.isfinite(sums).all():
             sys.exit("train.py: the loss is not a number: the last checkpoint stands")
+        if steps:
+            self.log(mode, factor, sums, steps, time.time() - last)
         self.save()
         for p in self.processes:
             p.terminate()
