@@ -9512,8 +9512,6 @@ typedef struct sala__policy {
     int32_t retry;              // steps from one such trial to the next
     int32_t cold;               // measurements that do not count yet: 1 on a GPU
     int32_t told;               // that trees were left
-    double price, credit;       // plain steps: of the last trees (0: unknown); that trees may lose
-    int32_t drawn, beside;      // trees of that step, and its sequences
     double yield[SALA__LEVELS]; // tokens of a verify, per sequence
     int32_t tried[SALA__LEVELS], given[SALA__LEVELS]; // trees since the trial began, their tokens
     sala__least draft[SALA__LEVELS];                  // seconds of making all trees of a step
@@ -11580,7 +11578,7 @@ static void sala__test_tree(const sala *s, sala__request *r, const sala__shape *
 // Many sequences get small trees: with four bits the rows beyond 16 of a pass cost as much as the first 16.
 static const sala__shape sala__shapes[SALA__LEVELS] = {{0, 1, 1}, {3, 1, 4}, {7, 2, 15}};
 static const double sala__hopes[SALA__LEVELS] = {1, 2.2, 3}; // tokens of a verify, unseen
-static const double sala__credit[2] = {8, 32};               // of a trial; the most that trees earn
+static const double sala__credit = 8; // plain steps that a trial of trees may lose
 // Steps: before the first trial on a CPU, where a tree may cost eight plain steps; to the next, doubled each time.
 static const int sala__first_trial = 64, sala__first_retry = 1 << 10;
 static const int sala__cost_rows[SALA__COSTS] = {1,  2,  3,  4,  6,  8,   12,  16,
@@ -11661,10 +11659,11 @@ static double sala__gain(const sala__policy *p, int level, int sequences) {
 }
 
 // Have trees lost more time than a trial may, or 16 of them shown that they bring nothing?
-static int sala__level_failed(const sala__policy *p) {
-    int tried = p->tried[p->level];
-    if (!p->level) return 0;
-    return p->credit < 0 || (tried >= 16 && tried < 32 && p->given[p->level] < 1.3 * tried);
+static int sala__level_failed(const sala__policy *p, int sequences) {
+    int tried = p->tried[p->level], given = p->given[p->level];
+    if (!p->level || tried < 2 || tried >= 32) return 0;
+    double price = sala__price(p, p->level, sequences);
+    return given + sala__credit < tried * price || (tried >= 16 && given < 1.3 * tried);
 }
 
 // Were trees left since they do not pay? On a CPU the first trial may still be to come.
@@ -11681,10 +11680,9 @@ static void sala__choose_level(sala__policy *p, int sequences) {
         memcpy(p->yield, sala__hopes, sizeof p->yield);
         memset(p->tried, 0, sizeof p->tried);
         memset(p->given, 0, sizeof p->given);
-        p->credit = sala__credit[0];
         p->retry_from = p->step + p->retry;
     }
-    int best = p->cap, failed = sala__level_failed(p);
+    int best = p->cap, failed = sala__level_failed(p, sequences);
     for (; best > 0 && !failed; best--) {
         double gain = sala__gain(p, best, sequences);
         if (gain == 0 ? p->yield[best] > 1 : gain > (best == p->level ? 1.03 : 1.10)) break;
@@ -11716,10 +11714,8 @@ static void sala__plan_review(sala__policy *p, sala__request *r) {
     if (c->source != SALA_DRAFT_NGRAM && c->aligned) c->aligned += given;
     if (c->source == SALA_DRAFT_EAGLE) {
         p->given[c->level] += given;
-        p->price = sala__price(p, c->level, p->beside);
-        if (p->price > 0)
-            p->credit = fmin(p->credit + (given - p->price) / p->drawn, sala__credit[1]);
-        if (++p->tried[c->level] == 16) p->yield[c->level] = p->given[c->level] / 16.0;
+        int tried = ++p->tried[c->level], sum = p->given[c->level];
+        if (tried <= 16) p->yield[c->level] = (sum + (16 - tried) * sala__hopes[c->level]) / 16;
         if (p->tried[c->level] == 128) p->tried[c->level] /= 2, p->given[c->level] /= 2;
         if (p->tried[c->level] > 16) p->yield[c->level] += (given - p->yield[c->level]) / 64;
         c->tree_steps++;
@@ -11830,8 +11826,6 @@ static int sala__plan_heads(sala *s, sala__request **active, int count, int spar
         which[i]->spec.level = p->level;
     }
     sala__least_add(&p->draft[p->level], sala__now() - began);
-    p->beside = count;
-    p->drawn = n;
     return code;
 }
 
@@ -11852,7 +11846,8 @@ static int sala__plan_trees(sala *s, sala__request **active, int count, int rows
                   "the draft head does not pay: a tree gave %.2f tokens (mean of %d) in the time "
                   "of %.2f; "
                   "it gets another trial after %d steps",
-                  (double)p->given[level] / p->tried[level], p->tried[level], p->price, p->retry);
+                  (double)p->given[level] / p->tried[level], p->tried[level],
+                  sala__price(p, level, count), p->retry);
     int used = count, known = p->forced || sala__known(p, &p->cost[sala__cost_index(count)]);
     for (int i = 0; i < count; i++) active[i]->spec.paused = p->trees && sala__left(p);
     for (int i = 0; i < count && p->chains; i++) {
@@ -11894,7 +11889,6 @@ static int sala__spec_open(sala *s, sala_error *err) {
     }
     memcpy(p->shape, sala__shapes, sizeof p->shape);
     memcpy(p->yield, sala__hopes, sizeof p->yield);
-    p->credit = sala__credit[0];
     p->fixed = shape != NULL && sala__shape_read(shape, &p->shape[1]) == 0;
     if (p->fixed) p->shape[2] = p->shape[1];
     p->cap = SALA__LEVELS - 1;

@@ -318,7 +318,6 @@ static double trees_against_plain(int on_gpu, double price, int given, int steps
         double step = tree ? price : 1;
         if (tree) {
             sala__least_add(&p->draft[p->level], 0.25 * step);
-            p->beside = p->drawn = 1;
             r.spec.source = SALA_DRAFT_EAGLE;
             r.spec.level = p->level;
         }
@@ -738,7 +737,7 @@ static void check_counts(const outcome *x, const char *what, int64_t drafted[3])
 }
 
 // Settings of one model, the first of them plain.
-static void same_text(const char *path, const char *const (*settings)[3], int count) {
+static void same_text(const char *path, const char *const (*settings)[4], int count) {
     prompt prompts[PROMPTS];
     session truth;
     memset(&truth, 0, sizeof truth);
@@ -749,6 +748,7 @@ static void same_text(const char *path, const char *const (*settings)[3], int co
         o.spec = settings[k][0];
         o.spec_test = settings[k][1];
         o.spec_tree = settings[k][2];
+        o.draft = settings[k][3];
         snprintf(name, sizeof name, "%s %s %s", o.spec, o.spec_test ? o.spec_test : "",
                  o.spec_tree ? o.spec_tree : "");
         session t = session_open(path, &o);
@@ -763,9 +763,9 @@ static void same_text(const char *path, const char *const (*settings)[3], int co
                 CHECK(same_choices(&t.out[i], &truth.out[i]), "%s: request %d gives another text",
                       name, i);
         }
-        CHECK((drafted[1] > 0) == (k && !o.spec_test), "%s: %lld chains", name,
+        CHECK((drafted[1] > 0) == (k && !o.spec_test && !o.draft), "%s: %lld chains", name,
               (long long)drafted[1]);
-        CHECK((drafted[2] > 0) == (o.spec_test != NULL), "%s: %lld trees", name,
+        CHECK((drafted[2] > 0) == (o.spec_test || o.draft), "%s: %lld trees", name,
               (long long)drafted[2]);
         CHECK((strstr(t.info.spec, "off") != NULL) == !k, "%s", t.info.spec);
         if (k)
@@ -779,21 +779,24 @@ static void same_text(const char *path, const char *const (*settings)[3], int co
 }
 
 static void test_same_text(void) {
-    static const char *const words[][3] = {{"off", NULL, NULL}, // spec, spec_test, spec_tree
-                                           {"auto", NULL, NULL},
-                                           {"ngram", NULL, NULL},
-                                           {"auto", "oracle:70", NULL}};
-    static const char *const tokens[][3] = {
-        {"off", NULL, NULL},
-        {"ngram", NULL, NULL},
-        {"eagle", "oracle", NULL},
-        {"eagle", "oracle:80", "15,4,32"},
-        {"eagle", "oracle:50", "3,1,4"},
-        {"eagle", "random", "7,2,15"},
-        {"eagle", "adversarial", "5,2,11"},
-        {"eagle", "adversarial", "15,1,16"},
+    // spec, spec_test, spec_tree, draft
+    static const char *const words[][4] = {{"off", NULL, NULL, NULL},
+                                           {"auto", NULL, NULL, NULL},
+                                           {"ngram", NULL, NULL, NULL},
+                                           {"auto", "oracle:70", NULL, NULL},
+                                           {"eagle", NULL, NULL, SALA_TINY "-eagle3"},
+                                           {"eagle", NULL, "5,2,11", SALA_TINY "-eagle3/nvfp4"}};
+    static const char *const tokens[][4] = {
+        {"off", NULL, NULL, NULL},
+        {"ngram", NULL, NULL, NULL},
+        {"eagle", "oracle", NULL, NULL},
+        {"eagle", "oracle:80", "15,4,32", NULL},
+        {"eagle", "oracle:50", "3,1,4", NULL},
+        {"eagle", "random", "7,2,15", NULL},
+        {"eagle", "adversarial", "5,2,11", NULL},
+        {"eagle", "adversarial", "15,1,16", NULL},
     };
-    same_text(SALA_TINY, words, 4);
+    same_text(SALA_TINY, words, 6);
     same_text(TINY, tokens, 8);
 }
 
