@@ -28,7 +28,7 @@ $(SALA): main.c sala.cu kernels.h | $(B)
 	$(CC) $(CFLAGS) -MF $(B)/sala.d -o $@ main.c $(LDLIBS)
 
 run: $(SALA)
-	./$(SALA) run
+	./$(SALA) run -m models/sala-tiny --draft models/sala-tiny-eagle3
 
 # The quantiser needs LAPACKE and OpenBLAS (Debian: liblapacke-dev, libopenblas-dev).
 LAPACKE := $(if $(shell printf '\043include <lapacke.h>\n\043include <cblas.h>\n' | $(CC) -E - >/dev/null 2>&1 && echo 1),-llapacke -lopenblas)

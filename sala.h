@@ -9501,9 +9501,8 @@ typedef struct sala__policy {
     int32_t level, level_calm;  // what runs; steps in a row in which another looked better
     int64_t step, retry_from;   // verifies; level 0 is left for a new trial from this one on
     int32_t retry;              // steps from one such trial to the next
+    int32_t cold;               // measurements that do not count yet: 1 on a GPU
     int32_t told;               // that trees were left
-    double price, credit;       // plain steps: of the last trees (0: unknown); that trees may lose
-    int32_t drawn;              // trees of that step
     double yield[SALA__LEVELS]; // tokens of a verify, per sequence
     int32_t tried[SALA__LEVELS], given[SALA__LEVELS]; // trees since the trial began, their tokens
     sala__least draft[SALA__LEVELS];                  // seconds of making all trees of a step
@@ -11570,7 +11569,9 @@ static void sala__test_tree(const sala *s, sala__request *r, const sala__shape *
 // Many sequences get small trees: with four bits the rows beyond 16 of a pass cost as much as the first 16.
 static const sala__shape sala__shapes[SALA__LEVELS] = {{0, 1, 1}, {3, 1, 4}, {7, 2, 15}};
 static const double sala__hopes[SALA__LEVELS] = {1, 2.2, 3}; // tokens of a verify, unseen
-static const double sala__credit[2] = {8, 32};               // of a trial; the most that trees earn
+static const double sala__credit = 8; // plain steps that a trial of trees may lose
+// Steps: before the first trial on a CPU, where a tree may cost eight plain steps; to the next, doubled each time.
+static const int sala__first_trial = 64, sala__first_retry = 1 << 10;
 static const int sala__cost_rows[SALA__COSTS] = {1,  2,  3,  4,  6,  8,   12,  16,
                                                  24, 32, 48, 64, 96, 128, 192, 256};
 
@@ -11585,9 +11586,9 @@ static double sala__least_value(const sala__least *m) {
     return m->count > 32 && m->before < m->now ? m->before : m->now;
 }
 
-// The first one may hold what happens only once (kernels that are loaded, a graph that is recorded).
-static int sala__least_known(const sala__least *m) {
-    return m->count >= 2;
+// On a GPU the first one may hold what happens only once (kernels that are loaded, a graph that is recorded).
+static int sala__known(const sala__policy *p, const sala__least *m) {
+    return m->count > p->cold;
 }
 
 static int sala__cost_index(int rows) {
@@ -11600,7 +11601,7 @@ static int sala__cost_index(int rows) {
 static double sala__cost_at(const sala__policy *p, int i) {
     double least = sala__least_value(&p->cost[i]);
     for (; i < SALA__COSTS; i++)
-        if (sala__least_known(&p->cost[i])) least = fmin(least, sala__least_value(&p->cost[i]));
+        if (sala__known(p, &p->cost[i])) least = fmin(least, sala__least_value(&p->cost[i]));
     return least;
 }
 
@@ -11608,8 +11609,8 @@ static double sala__cost_at(const sala__policy *p, int i) {
 // so that what is not known gets a trial. 0: nothing is known.
 static double sala__cost(const sala__policy *p, int rows) {
     int i = sala__cost_index(rows), low = i, high = i;
-    while (low >= 0 && !sala__least_known(&p->cost[low])) low--;
-    while (high < SALA__COSTS && !sala__least_known(&p->cost[high])) high++;
+    while (low >= 0 && !sala__known(p, &p->cost[low])) low--;
+    while (high < SALA__COSTS && !sala__known(p, &p->cost[high])) high++;
     if (low < 0) return high < SALA__COSTS ? sala__cost_at(p, high) : 0;
     if (high == SALA__COSTS || high == low) return sala__cost_at(p, low);
     double share = (double)(sala__cost_rows[i] - sala__cost_rows[low]) /
@@ -11633,8 +11634,8 @@ static void sala__load_level(sala__policy *p, int sequences) {
 // Plain steps that a step with trees takes, by what was measured; 0: not known yet.
 static double sala__price(const sala__policy *p, int level, int sequences) {
     const sala__least *draft = &p->draft[level];
-    if (!sala__least_known(draft)) draft = &p->draft[SALA__LEVELS - level]; // the other one
-    if (!sala__least_known(draft)) return 0;
+    if (!sala__known(p, draft)) draft = &p->draft[SALA__LEVELS - level]; // the other one
+    if (!sala__known(p, draft)) return 0;
     double step = sala__cost(p, sequences * p->shape[level].nodes) + sala__least_value(draft);
     double plain = sala__cost(p, sequences);
     return plain > 0 ? step / plain : 0;
@@ -11649,10 +11650,16 @@ static double sala__gain(const sala__policy *p, int level, int sequences) {
 }
 
 // Have trees lost more time than a trial may, or 16 of them shown that they bring nothing?
-static int sala__level_failed(const sala__policy *p) {
-    int tried = p->tried[p->level];
-    if (!p->level) return 0;
-    return p->credit < 0 || (tried >= 16 && tried < 32 && p->given[p->level] < 1.3 * tried);
+static int sala__level_failed(const sala__policy *p, int sequences) {
+    int tried = p->tried[p->level], given = p->given[p->level];
+    if (!p->level || tried < 2 || tried >= 32) return 0;
+    double price = sala__price(p, p->level, sequences);
+    return given + sala__credit < tried * price || (tried >= 16 && given < 1.3 * tried);
+}
+
+// Were trees left since they do not pay? On a CPU the first trial may still be to come.
+static int sala__left(const sala__policy *p) {
+    return p->cap && !p->level && p->retry > sala__first_retry;
 }
 
 // The level of this step: what the load allows and measurements do not speak against for 16 steps.
@@ -11664,13 +11671,12 @@ static void sala__choose_level(sala__policy *p, int sequences) {
         memcpy(p->yield, sala__hopes, sizeof p->yield);
         memset(p->tried, 0, sizeof p->tried);
         memset(p->given, 0, sizeof p->given);
-        p->credit = sala__credit[0];
         p->retry_from = p->step + p->retry;
     }
-    int best = p->cap, failed = sala__level_failed(p);
+    int best = p->cap, failed = sala__level_failed(p, sequences);
     for (; best > 0 && !failed; best--) {
         double gain = sala__gain(p, best, sequences);
-        if (gain == 0 || gain > (best == p->level ? 1.03 : 1.10)) break;
+        if (gain == 0 ? p->yield[best] > 1 : gain > (best == p->level ? 1.03 : 1.10)) break;
     }
     if (failed) best = 0;
     p->level_calm = best == p->level ? 0 : p->level_calm + 1;
@@ -11699,9 +11705,8 @@ static void sala__plan_review(sala__policy *p, sala__request *r) {
     if (c->source != SALA_DRAFT_NGRAM && c->aligned) c->aligned += given;
     if (c->source == SALA_DRAFT_EAGLE) {
         p->given[c->level] += given;
-        if (p->price > 0)
-            p->credit = fmin(p->credit + (given - p->price) / p->drawn, sala__credit[1]);
-        if (++p->tried[c->level] == 16) p->yield[c->level] = p->given[c->level] / 16.0;
+        int tried = ++p->tried[c->level], sum = p->given[c->level];
+        if (tried <= 16) p->yield[c->level] = (sum + (16 - tried) * sala__hopes[c->level]) / 16;
         if (p->tried[c->level] == 128) p->tried[c->level] /= 2, p->given[c->level] /= 2;
         if (p->tried[c->level] > 16) p->yield[c->level] += (given - p->yield[c->level]) / 64;
         c->tree_steps++;
@@ -11812,8 +11817,6 @@ static int sala__plan_heads(sala *s, sala__request **active, int count, int spar
         which[i]->spec.level = p->level;
     }
     sala__least_add(&p->draft[p->level], sala__now() - began);
-    p->price = sala__price(p, p->level, count);
-    p->drawn = n;
     return code;
 }
 
@@ -11829,13 +11832,15 @@ static int sala__plan_trees(sala *s, sala__request **active, int count, int rows
     p->step++;
     int level = p->level;
     sala__choose_level(p, count);
-    if (p->trees && level && !p->level && p->cap && p->tried[level] >= 16 && !p->told++)
+    if (p->trees && level && !p->level && p->cap && p->tried[level] && !p->told++)
         sala__log(&s->env, SALA_LOG_INFO,
-                  "the draft head does not pay: its last %d trees gave %.2f tokens each; it gets "
-                  "another trial after %d steps",
-                  p->tried[level], (double)p->given[level] / p->tried[level], p->retry);
-    int used = count, known = p->forced || sala__least_known(&p->cost[sala__cost_index(count)]);
-    for (int i = 0; i < count; i++) active[i]->spec.paused = p->trees && p->cap && !p->level;
+                  "the draft head does not pay: a tree gave %.2f tokens (mean of %d) in the time "
+                  "of %.2f; "
+                  "it gets another trial after %d steps",
+                  (double)p->given[level] / p->tried[level], p->tried[level],
+                  sala__price(p, level, count), p->retry);
+    int used = count, known = p->forced || sala__known(p, &p->cost[sala__cost_index(count)]);
+    for (int i = 0; i < count; i++) active[i]->spec.paused = p->trees && sala__left(p);
     for (int i = 0; i < count && p->chains; i++) {
         int more = sala__plan_chain(s, active[i], count, used, rows - used, err);
         if (more < 0) return more;
@@ -11875,11 +11880,17 @@ static int sala__spec_open(sala *s, sala_error *err) {
     }
     memcpy(p->shape, sala__shapes, sizeof p->shape);
     memcpy(p->yield, sala__hopes, sizeof p->yield);
-    p->credit = sala__credit[0];
     p->fixed = shape != NULL && sala__shape_read(shape, &p->shape[1]) == 0;
     if (p->fixed) p->shape[2] = p->shape[1];
-    p->cap = p->level = SALA__LEVELS - 1;
-    p->retry = 1 << 10;
+    p->cap = SALA__LEVELS - 1;
+    p->level = p->cap;
+    if (!s->on_gpu && !p->forced && !test) { // after a while
+        p->level = 0;
+        p->yield[1] = p->yield[2] = 1;
+        p->retry_from = sala__first_trial;
+    }
+    p->cold = s->on_gpu;
+    p->retry = sala__first_retry;
     return 0;
 }
 
@@ -11901,7 +11912,7 @@ static void sala__spec_text(const sala *s, char *text, size_t size) {
                       many->depth, many->topk, many->nodes);
     if (p->on && !p->trees && !p->forced)
         snprintf(text + n, size - (size_t)n, "; no draft head was named");
-    if (p->trees && p->cap && !p->level)
+    if (p->trees && sala__left(p))
         snprintf(text + n, size - (size_t)n, "; at present no trees: measured, they do not pay");
 }
 /* -----------------------------------------------------------------------------------------------

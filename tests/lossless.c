@@ -10,7 +10,7 @@ static const char *device = "auto";
 static int32_t plain[SAMPLINGS][TOKENS], got[TOKENS];
 
 typedef struct drafts {
-    const char *spec, *test, *tree;
+    const char *spec, *test, *tree, *head;
 } drafts;
 
 // One stream of TOKENS tokens. Returns what its drafts did.
@@ -28,6 +28,7 @@ static sala_timings stream(const drafts *d, int sampled, int32_t *out) {
     o.spec = d->spec;
     o.spec_test = d->test;
     o.spec_tree = d->tree;
+    o.draft = d->head;
     ask.text = "User: Write a JSON list of five animals. Bot:";
     ask.max_tokens = TOKENS;
     ask.ignore_eos = 1;
@@ -53,14 +54,16 @@ static sala_timings stream(const drafts *d, int sampled, int32_t *out) {
 }
 
 static void test_streams(void) {
-    static const drafts kinds[] = {{"ngram", NULL, NULL},
-                                   {"auto", "oracle:80", NULL},
-                                   {"eagle", "oracle", "7,2,15"},
-                                   {"eagle", "oracle:60", "15,4,32"},
-                                   {"eagle", "oracle:80", "15,1,16"},
-                                   {"eagle", "random", "5,2,11"},
-                                   {"eagle", "adversarial", "3,3,12"}};
-    static const drafts off = {"off", NULL, NULL};
+    static const drafts kinds[] = {{"ngram", NULL, NULL, NULL},
+                                   {"auto", "oracle:80", NULL, NULL},
+                                   {"eagle", "oracle", "7,2,15", NULL},
+                                   {"eagle", "oracle:60", "15,4,32", NULL},
+                                   {"eagle", "oracle:80", "15,1,16", NULL},
+                                   {"eagle", "random", "5,2,11", NULL},
+                                   {"eagle", "adversarial", "3,3,12", NULL},
+                                   {"eagle", NULL, "7,2,15", "models/sala-tiny-eagle3"},
+                                   {"auto", NULL, NULL, "models/sala-tiny-eagle3/nvfp4"}};
+    static const drafts off = {"off", NULL, NULL, NULL};
     for (int sampled = 0; sampled < SAMPLINGS; sampled++) {
         stream(&off, sampled, plain[sampled]);
         for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
@@ -68,8 +71,9 @@ static void test_streams(void) {
             sala_timings t = stream(d, sampled, got);
             int64_t steps = t.verifies[0] + t.verifies[1] + t.verifies[2], same = 0;
             while (same < TOKENS && got[same] == plain[sampled][same]) same++;
-            printf("      %s, spec %s %s %s: %.2f tokens a step\n", sampled ? "sampled" : "greedy",
-                   d->spec, d->test ? d->test : "", d->tree ? d->tree : "",
+            printf("      %s, spec %s %s %s %s: %.2f tokens a step\n",
+                   sampled ? "sampled" : "greedy", d->spec, d->test ? d->test : "",
+                   d->tree ? d->tree : "", d->head ? d->head : "",
                    (double)(TOKENS - 1) / (double)steps);
             CHECK(same == TOKENS, "another token at %lld", (long long)same);
             CHECK(t.verifies[1] + t.verifies[2] > 0, "nothing was drafted");

@@ -299,6 +299,56 @@ static void test_levels_by_measurement(void) {
     CHECK(strstr(text, "do not pay"), "%s", text);
 }
 
+// Seconds of `steps` steps in units of plain ones, over those that plain decoding takes for the same tokens. A tree
+// takes `price` and gives `given`.
+static double trees_against_plain(int on_gpu, double price, int given, int steps, int *level) {
+    sala s;
+    sala__request r;
+    memset(&s, 0, sizeof s);
+    memset(&r, 0, sizeof r);
+    s.has_draft = 1;
+    s.on_gpu = on_gpu;
+    CHECK(sala__spec_open(&s, NULL) == 0, "auto");
+    double seconds = 0;
+    sala__policy *p = &s.policy;
+    for (p->step = 1; p->step < steps; p->step++) {
+        sala__plan_review(p, &r);
+        sala__choose_level(p, 1);
+        int tree = p->level && sala__known(p, &p->cost[0]);
+        double step = tree ? price : 1;
+        if (tree) {
+            sala__least_add(&p->draft[p->level], 0.25 * step);
+            r.spec.source = SALA_DRAFT_EAGLE;
+            r.spec.level = p->level;
+        }
+        sala__plan_learn(&s, tree ? p->shape[p->level].nodes : 1, (tree ? 0.75 : 1) * step);
+        r.chosen += tree ? given : 1;
+        seconds += step;
+    }
+    *level = p->level;
+    return seconds / (double)r.chosen;
+}
+
+// What a head may lose before it is left: little, however dear its trees are.
+static void test_trials_are_cheap(void) {
+    static const struct {
+        int on_gpu;
+        double price;
+        int given, steps;
+        double most;
+        int level;
+    } rows[] = {{0, 8, 1, 60, 1, 0},        {0, 8, 2, 200, 1.08, 0},   {0, 8, 2, 3000, 1.02, 0},
+                {0, 3, 2, 400, 1.04, 0},    {0, 1.6, 3, 400, 0.7, 2},  {1, 8, 2, 200, 1.12, 0},
+                {1, 1.65, 1, 400, 1.04, 0}, {1, 1.65, 3, 400, 0.56, 2}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        int level;
+        double ratio = trees_against_plain(rows[i].on_gpu, rows[i].price, rows[i].given,
+                                           rows[i].steps, &level);
+        CHECK(ratio <= rows[i].most && level == rows[i].level,
+              "row %zu: %.3f of plain decoding, level %d", i, ratio, level);
+    }
+}
+
 static double flat(int rows) { // memory-bound
     return 1e-3 + 1e-6 * rows;
 }
@@ -345,15 +395,17 @@ static void test_chains_by_measurement(void) {
 static void test_prices(void) {
     sala__least m = {0, 0, 0};
     sala__least_add(&m, 50);
-    CHECK(!sala__least_known(&m), "one measurement is none");
+    sala__policy p;
+    memset(&p, 0, sizeof p);
+    CHECK(sala__known(&p, &m), "one measurement is enough on a CPU");
+    p.cold = 1;
+    CHECK(!sala__known(&p, &m), "one measurement is none on a GPU");
     for (int i = 0; i < 40; i++) sala__least_add(&m, i % 5 ? 20 : 1);
     CHECK(sala__least_value(&m) == 1, "%g", sala__least_value(&m));
     for (int i = 0; i < 20; i++) sala__least_add(&m, 3 + i);
     CHECK(sala__least_value(&m) == 1, "%g beside noise", sala__least_value(&m));
     for (int i = 0; i < 64; i++) sala__least_add(&m, 3 + i % 2);
     CHECK(sala__least_value(&m) == 3, "%g after a change", sala__least_value(&m));
-    sala__policy p;
-    memset(&p, 0, sizeof p);
     CHECK(sala__cost(&p, 5) == 0, "nothing is known");
     p.cost[sala__cost_index(4)] = (sala__least){4, 9, 9};
     CHECK(sala__cost(&p, 1) == 4 && sala__cost(&p, 200) == 4, "the nearest");
@@ -685,7 +737,7 @@ static void check_counts(const outcome *x, const char *what, int64_t drafted[3])
 }
 
 // Settings of one model, the first of them plain.
-static void same_text(const char *path, const char *const (*settings)[3], int count) {
+static void same_text(const char *path, const char *const (*settings)[4], int count) {
     prompt prompts[PROMPTS];
     session truth;
     memset(&truth, 0, sizeof truth);
@@ -696,6 +748,7 @@ static void same_text(const char *path, const char *const (*settings)[3], int co
         o.spec = settings[k][0];
         o.spec_test = settings[k][1];
         o.spec_tree = settings[k][2];
+        o.draft = settings[k][3];
         snprintf(name, sizeof name, "%s %s %s", o.spec, o.spec_test ? o.spec_test : "",
                  o.spec_tree ? o.spec_tree : "");
         session t = session_open(path, &o);
@@ -710,9 +763,9 @@ static void same_text(const char *path, const char *const (*settings)[3], int co
                 CHECK(same_choices(&t.out[i], &truth.out[i]), "%s: request %d gives another text",
                       name, i);
         }
-        CHECK((drafted[1] > 0) == (k && !o.spec_test), "%s: %lld chains", name,
+        CHECK((drafted[1] > 0) == (k && !o.spec_test && !o.draft), "%s: %lld chains", name,
               (long long)drafted[1]);
-        CHECK((drafted[2] > 0) == (o.spec_test != NULL), "%s: %lld trees", name,
+        CHECK((drafted[2] > 0) == (o.spec_test || o.draft), "%s: %lld trees", name,
               (long long)drafted[2]);
         CHECK((strstr(t.info.spec, "off") != NULL) == !k, "%s", t.info.spec);
         if (k)
@@ -726,27 +779,31 @@ static void same_text(const char *path, const char *const (*settings)[3], int co
 }
 
 static void test_same_text(void) {
-    static const char *const words[][3] = {{"off", NULL, NULL}, // spec, spec_test, spec_tree
-                                           {"auto", NULL, NULL},
-                                           {"ngram", NULL, NULL},
-                                           {"auto", "oracle:70", NULL}};
-    static const char *const tokens[][3] = {
-        {"off", NULL, NULL},
-        {"ngram", NULL, NULL},
-        {"eagle", "oracle", NULL},
-        {"eagle", "oracle:80", "15,4,32"},
-        {"eagle", "oracle:50", "3,1,4"},
-        {"eagle", "random", "7,2,15"},
-        {"eagle", "adversarial", "5,2,11"},
-        {"eagle", "adversarial", "15,1,16"},
+    // spec, spec_test, spec_tree, draft
+    static const char *const words[][4] = {{"off", NULL, NULL, NULL},
+                                           {"auto", NULL, NULL, NULL},
+                                           {"ngram", NULL, NULL, NULL},
+                                           {"auto", "oracle:70", NULL, NULL},
+                                           {"eagle", NULL, NULL, SALA_TINY "-eagle3"},
+                                           {"eagle", NULL, "5,2,11", SALA_TINY "-eagle3/nvfp4"}};
+    static const char *const tokens[][4] = {
+        {"off", NULL, NULL, NULL},
+        {"ngram", NULL, NULL, NULL},
+        {"eagle", "oracle", NULL, NULL},
+        {"eagle", "oracle:80", "15,4,32", NULL},
+        {"eagle", "oracle:50", "3,1,4", NULL},
+        {"eagle", "random", "7,2,15", NULL},
+        {"eagle", "adversarial", "5,2,11", NULL},
+        {"eagle", "adversarial", "15,1,16", NULL},
     };
-    same_text(SALA_TINY, words, 4);
+    same_text(SALA_TINY, words, 6);
     same_text(TINY, tokens, 8);
 }
 
 TEST_MAIN(TEST(test_ngrams_against_brute_force), TEST(test_chain_repeats_a_period),
           TEST(test_chain_lengths), TEST(test_streaks), TEST(test_refuted_chains_stop),
           TEST(test_resumed_chains), TEST(test_levels_by_load), TEST(test_levels_by_measurement),
-          TEST(test_chains_by_measurement), TEST(test_prices), TEST(test_drafts_of_tests),
-          TEST(test_drafts_of_few_tokens), TEST(test_fallback), TEST(test_pause_of_one),
-          TEST(test_settings), TEST(test_chains_of_sala_tiny), TEST(test_same_text))
+          TEST(test_trials_are_cheap), TEST(test_chains_by_measurement), TEST(test_prices),
+          TEST(test_drafts_of_tests), TEST(test_drafts_of_few_tokens), TEST(test_fallback),
+          TEST(test_pause_of_one), TEST(test_settings), TEST(test_chains_of_sala_tiny),
+          TEST(test_same_text))

@@ -88,7 +88,7 @@ static int spec_requests(spec_bench *x, spec_prompt *p, int n, spec_run *r, int 
         ask.guess_count = (int64_t)(p[i].truth.size / sizeof(int32_t));
         p[i].got.size = 0;
         int64_t id = sala_submit(b->engine, &ask, &err);
-        if (id < 0) return cli_fail(CLI_FAILED, "%s", err.text);
+        if (id < 0) return cli_fail(CLI_FAILED, "a prompt of class %s: %s", p[i].class, err.text);
         if (!i) first = id;
     }
     if (b->fill && (spec_fill(b->engine, &err) < 0 || bench_skip_prompt(b->engine, &err) < 0))

@@ -36,7 +36,7 @@ wait $builder || { tail -n 3 "$log"; exit 1; }
 
 say "features of the model's own answers" # cut short, whole shards are as good
 timeout -k 10 -s INT "${DUMP_SECONDS:-90}" ./sala dump-features -q -m "$model" --device "$device" --context 8K \
-    --layers "${LAYERS:-1,4,6}" --data "$work/prompts.jsonl" --out "$work/features" --regenerate --answer-tokens 200 \
+    --layers "${LAYERS:-1,6,7}" --data "$work/prompts.jsonl" --out "$work/features" --regenerate --answer-tokens 200 \
     --parallel "${PARALLEL:-128}" --json >>"$log" 2>&1 ||
     [ -e "$work/features/features-00000.safetensors" ] || { tail -n 3 "$log"; exit 1; }
 say "$(find "$work/features" -name '*.safetensors' | wc -l) shards"
@@ -59,7 +59,7 @@ trained() { # NAME: what its log says
 }
 measure() { # NAME: tau
     ./sala bench -q -m "$model" --device "$device" --spec all --prompts "$work/bench.jsonl" --repeat 1 --json \
-        --gen-tokens "${GEN:-160}" --draft "$work/$1/head" --spec-tree 7,2,15 --max-context 24K --kv-tokens 25K >"$work/$1.new" \
+        --gen-tokens "${GEN:-160}" --draft "$work/$1/head" --spec-tree 7,2,15 --max-context 24K >"$work/$1.new" \
         2>"$work/$1.err" && mv "$work/$1.new" "$work/$1.json" || say "$1: no tau: $(tail -n 2 "$work/$1.err")"
 }
 results() { # whatever there is by now
