@@ -9501,7 +9501,6 @@ typedef struct sala__policy {
     int32_t level, level_calm;  // what runs; steps in a row in which another looked better
     int64_t step, retry_from;   // verifies; level 0 is left for a new trial from this one on
     int32_t retry;              // steps from one such trial to the next
-    int32_t cold;               // measurements that do not count yet: 1 on a GPU
     int32_t told;               // that trees were left
     double yield[SALA__LEVELS]; // tokens of a verify, per sequence
     int32_t tried[SALA__LEVELS], given[SALA__LEVELS]; // trees since the trial began, their tokens
@@ -11586,9 +11585,9 @@ static double sala__least_value(const sala__least *m) {
     return m->count > 32 && m->before < m->now ? m->before : m->now;
 }
 
-// On a GPU the first one may hold what happens only once (kernels that are loaded, a graph that is recorded).
-static int sala__known(const sala__policy *p, const sala__least *m) {
-    return m->count > p->cold;
+// The first one may hold what happens only once (kernels that are loaded, a graph that is recorded).
+static int sala__least_known(const sala__least *m) {
+    return m->count >= 2;
 }
 
 static int sala__cost_index(int rows) {
@@ -11601,7 +11600,7 @@ static int sala__cost_index(int rows) {
 static double sala__cost_at(const sala__policy *p, int i) {
     double least = sala__least_value(&p->cost[i]);
     for (; i < SALA__COSTS; i++)
-        if (sala__known(p, &p->cost[i])) least = fmin(least, sala__least_value(&p->cost[i]));
+        if (sala__least_known(&p->cost[i])) least = fmin(least, sala__least_value(&p->cost[i]));
     return least;
 }
 
@@ -11609,8 +11608,8 @@ static double sala__cost_at(const sala__policy *p, int i) {
 // so that what is not known gets a trial. 0: nothing is known.
 static double sala__cost(const sala__policy *p, int rows) {
     int i = sala__cost_index(rows), low = i, high = i;
-    while (low >= 0 && !sala__known(p, &p->cost[low])) low--;
-    while (high < SALA__COSTS && !sala__known(p, &p->cost[high])) high++;
+    while (low >= 0 && !sala__least_known(&p->cost[low])) low--;
+    while (high < SALA__COSTS && !sala__least_known(&p->cost[high])) high++;
     if (low < 0) return high < SALA__COSTS ? sala__cost_at(p, high) : 0;
     if (high == SALA__COSTS || high == low) return sala__cost_at(p, low);
     double share = (double)(sala__cost_rows[i] - sala__cost_rows[low]) /
@@ -11634,8 +11633,8 @@ static void sala__load_level(sala__policy *p, int sequences) {
 // Plain steps that a step with trees takes, by what was measured; 0: not known yet.
 static double sala__price(const sala__policy *p, int level, int sequences) {
     const sala__least *draft = &p->draft[level];
-    if (!sala__known(p, draft)) draft = &p->draft[SALA__LEVELS - level]; // the other one
-    if (!sala__known(p, draft)) return 0;
+    if (!sala__least_known(draft)) draft = &p->draft[SALA__LEVELS - level]; // the other one
+    if (!sala__least_known(draft)) return 0;
     double step = sala__cost(p, sequences * p->shape[level].nodes) + sala__least_value(draft);
     double plain = sala__cost(p, sequences);
     return plain > 0 ? step / plain : 0;
@@ -11839,7 +11838,7 @@ static int sala__plan_trees(sala *s, sala__request **active, int count, int rows
                   "it gets another trial after %d steps",
                   (double)p->given[level] / p->tried[level], p->tried[level],
                   sala__price(p, level, count), p->retry);
-    int used = count, known = p->forced || sala__known(p, &p->cost[sala__cost_index(count)]);
+    int used = count, known = p->forced || sala__least_known(&p->cost[sala__cost_index(count)]);
     for (int i = 0; i < count; i++) active[i]->spec.paused = p->trees && sala__left(p);
     for (int i = 0; i < count && p->chains; i++) {
         int more = sala__plan_chain(s, active[i], count, used, rows - used, err);
@@ -11889,7 +11888,6 @@ static int sala__spec_open(sala *s, sala_error *err) {
         p->yield[1] = p->yield[2] = 1;
         p->retry_from = sala__first_trial;
     }
-    p->cold = s->on_gpu;
     p->retry = sala__first_retry;
     return 0;
 }
