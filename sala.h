@@ -13965,11 +13965,13 @@ static void sala__session_io(sala__session *f, const void *p, size_t bytes, int 
     char *at = (char *)(uintptr_t)p;
     if (!f->memory) f->total += (int64_t)bytes;
     while (f->memory && bytes && f->code == 0) {
-        unsigned char *b = f->window + (size_t)f->index * SALA__SESSION_BLOCK + f->at;
         size_t n = f->size - f->at < bytes ? f->size - f->at : bytes;
-        if (n == 0)
+        if (n == 0) {
             sala__session_turn(f);
-        else if (!there || !f->s->on_gpu)
+            continue;
+        }
+        unsigned char *b = f->window + (size_t)f->index * SALA__SESSION_BLOCK + f->at;
+        if (!there || !f->s->on_gpu)
             memcpy(f->reading ? (void *)at : b, f->reading ? (void *)b : at, n);
         else if (f->reading)
             f->code = sala__cuda_upload(c, sala__on_gpu(at), b, n, f->err);
