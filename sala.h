@@ -7965,12 +7965,11 @@ static int sala__cuda_select(const sala__env *env, const char *text, sala__cuda 
     int kind, ordinal;
     int code = sala__parse_device(text, &kind, &ordinal, err);
     if (code < 0 || kind == SALA__DEVICE_CPU) return code;
-    if (kind == SALA__DEVICE_AUTO && !sala__cuda_is_likely()) return 0;
     sala_error reason;
     code = sala__cuda_open(env, ordinal, c, &reason);
     if (code == 0) return 1;
     if (kind == SALA__DEVICE_CUDA) return sala__fail(err, code, "%s", reason.text);
-    sala__log(env, SALA_LOG_INFO, "no GPU used: %s", reason.text);
+    if (sala__cuda_is_likely()) sala__log(env, SALA_LOG_INFO, "no GPU used: %s", reason.text);
     return 0;
 }
 
