@@ -103,13 +103,13 @@ mutations: $(B)/test_kernels $(B)/test_prefill
 
 # Training of draft heads: needs PyTorch, which Debian has as python3-torch.
 PYTHON ?= python3
-draft-test: $(B)/draft_lib.so
+draft-test: $(B)/draft_lib.so $(B)/draft_lib_fp32.so
 	@for p in "$(PYTHON)" /usr/bin/python3; do \
 		if "$$p" -c 'import torch' 2>/dev/null; then BUILD=$(B) exec "$$p" tests/test_train_draft.py $(WORDS); fi; done; \
 		echo "make draft-test: there is no PyTorch: apt-get install python3-torch, or name a Python that has it: PYTHON=..." >&2; exit 1
 
-$(B)/draft_lib.so: tests/draft_lib.c sala.cu kernels.h | $(B)
-	$(CC) $(CFLAGS) -DSALA_STATIC -fPIC -shared -MF $@.d -o $@ $< $(LDLIBS)
+$(B)/draft_lib.so $(B)/draft_lib_fp32.so: tests/draft_lib.c sala.cu kernels.h | $(B)
+	$(CC) $(CFLAGS) $(if $(findstring fp32,$@),-DSALA_ACT_FP32) -DSALA_STATIC -fPIC -shared -MF $@.d -o $@ $< $(LDLIBS)
 
 # The released weights, or a 4-bit copy of them, for whoever has them: make real-test MODEL=DIR
 real-test: $(B)/real

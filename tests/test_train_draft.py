@@ -32,36 +32,43 @@ AUX, H, V = [1, 3, 4], 256, 2048
 TEXT = [1] + [int(x) for x in np.random.default_rng(5).integers(3, 2000, 99)]
 
 
-class Engine:
-    lib = None
+def library(name):
+    lib = ctypes.CDLL(os.path.join(os.environ.get("BUILD", "build"), name))
+    lib.lib_open.restype = ctypes.c_void_p
+    lib.lib_weight.restype = ctypes.c_int64
+    return lib
 
-    def __init__(self, draft=None, tree="7,2,15"):
-        if not Engine.lib:
-            Engine.lib = ctypes.CDLL(os.path.join(os.environ.get("BUILD", "build"), "draft_lib.so"))
-            Engine.lib.lib_open.restype = ctypes.c_void_p
-            Engine.lib.lib_weight.restype = ctypes.c_int64
+
+class Engine:
+    """sala.h; fp32: built with activations in FP32."""
+    libs = {}
+
+    def __init__(self, draft=None, tree="7,2,15", fp32=False):
+        name = "draft_lib_fp32.so" if fp32 else "draft_lib.so"
+        self.lib = Engine.libs.get(name) or library(name)
+        Engine.libs[name] = self.lib
         error = ctypes.create_string_buffer(2048)
-        self.s = Engine.lib.lib_open(MODEL.encode(), draft and draft.encode(), tree.encode(), error)
+        self.s = self.lib.lib_open(MODEL.encode(), draft and draft.encode(), tree.encode(), error)
         if not self.s:
             raise RuntimeError(error.raw[4:].split(b"\0")[0].decode())
         self.s = ctypes.c_void_p(self.s)
 
     def close(self):
-        Engine.lib.lib_close(self.s)
+        self.lib.lib_close(self.s)
 
     def rows(self, ids):
         out = np.zeros((10, len(ids), H), np.float32)
-        assert Engine.lib.lib_rows(self.s, at(np.array(ids, np.int32)), len(ids), at(out)) == 0
+        assert self.lib.lib_rows(self.s, at(np.array(ids, np.int32)), len(ids), at(out)) == 0
         return out
 
     def weight(self, name, n, k):
         codes, alpha = np.zeros((n, k), np.float32), np.zeros(n, np.float32)
-        assert Engine.lib.lib_weight(self.s, name.encode(), at(codes), at(alpha)) == n * k
+        assert self.lib.lib_weight(self.s, name.encode(), at(codes), at(alpha)) == n * k
         return codes, alpha
 
     def generate(self, ids, most, trees=0):
         out, t, f = np.zeros(most, np.int32), np.zeros((trees, 98), np.int32), np.zeros((trees, 32), np.float32)
-        n = Engine.lib.lib_generate(self.s, at(np.array(ids, np.int32)), len(ids), at(out), most,
+        n = self.lib.lib_generate(self.s, at(np.array(ids, np.int32)), len(ids), at(out), most,
                                     at(t) if trees else None, at(f), trees)
         assert n >= 0
         return [int(x) for x in out[:n]], [(x, f[i]) for i, x in enumerate(t) if x[1]]
@@ -91,13 +98,14 @@ def random_head(vocab=1000, seed=1, dtype=torch.bfloat16, aux=AUX):
 
 def test_numbers():
     """E2M1 and E4M3 as sala_f32_e2m1 and sala_f32_e4m3 round them: every kind of tie, and random bits."""
-    Engine(None).close()
+    e = Engine(None)
+    e.close()
     r = np.random.default_rng(1)
     bits = r.integers(0, 2 ** 32, 200000, dtype=np.uint64).astype(np.uint32).view(np.float32)
     x = np.concatenate([np.arange(-4000, 4000) / 512, np.arange(0, 3000) / 16384, 2.0 ** np.arange(-12, 9),
                         bits[np.isfinite(bits)]]).astype(np.float32)
     two, four = np.zeros_like(x), np.zeros_like(x)
-    Engine.lib.lib_numbers(at(x), len(x), at(two), at(four))
+    e.lib.lib_numbers(at(x), len(x), at(two), at(four))
     same(dm.round_e2m1(torch.from_numpy(x)).numpy(), two)
     same(dm.round_e4m3(torch.from_numpy(np.abs(x))).numpy(), four)
     every = np.arange(127, dtype=np.uint8)
@@ -169,7 +177,7 @@ def test_straight_through():
 
 
 def features_of(rows, aux):
-    return torch.from_numpy(np.concatenate([rows[1 + a] for a in aux], -1)).to(torch.bfloat16)
+    return torch.from_numpy(np.concatenate([rows[1 + a] for a in aux], -1))  # FP32, with what the engine's bits hold
 
 
 def path_scores(head, features, ids, root, paths):
@@ -177,7 +185,7 @@ def path_scores(head, features, ids, root, paths):
     depth = max(len(p) for p in paths)
     tokens = torch.tensor([list(ids[:root + 1]) + p + [0] * (depth - len(p)) for p in paths])
     t = tokens.shape[1]
-    f = torch.zeros(len(paths), t, 3 * H, dtype=torch.bfloat16)
+    f = torch.zeros(len(paths), t, 3 * H)
     f[:, :root] = features[:root]
     position = torch.arange(t).expand(len(paths), t)
     slots = torch.full((len(paths), 1), root - 1)
@@ -193,47 +201,61 @@ def path_scores(head, features, ids, root, paths):
     return out, best
 
 
-def check_trees(head, folder, fmt):
-    """Compared: sums of up to seven log probabilities. Rounding makes 0.04 of them with the seeds of these tests (up to
-    0.12 with others), a key that is missing 0.15, a position, a token or a mask off by one 1 to 2."""
-    tolerance = 0.08
-    dm.export(head, folder, fmt)
-    e = Engine(folder)
+def tree_scores(head, folder, fp32):
+    """Log probabilities of all nodes of eight trees that the engine draws with the head in the folder: [nodes] the
+    engine's and those of the head here, with activations as they are in the engine and in FP32; and of each tree the
+    margin of the best first token over the second, whether that is the engine's first too."""
+    e = Engine(folder, fp32=fp32)
     answer, trees = e.generate(TEXT, 24, 8)
     ids = TEXT + answer
     features = features_of(e.rows(ids), head.c.aux)
     e.close()
     assert len(trees) == 8
-    worst, firm = 0, 0
+    engine, here, exact, greedy = [], [], [], []
     for tree, score in trees:
         root, n = int(tree[0]), int(tree[1])
         token, parent = tree[2:2 + n], tree[34:34 + n]
         assert ids[root] == token[0] and n == 15, (root, n)
-        paths = {0: []}
+        paths = [[]]
         for i in range(1, n):
-            paths[i] = paths[int(parent[i])] + [int(token[i])]
-        got, best = path_scores(head, features, ids, root, [paths[i] for i in range(1, n)])
-        error = max(abs(sum(got[i - 1]) - float(score[i])) for i in range(1, n))
-        worst = max(worst, error)
+            paths.append(paths[int(parent[i])] + [int(token[i])])
+        for dtype, to in ((torch.float32, exact), (torch.float32 if fp32 else torch.bfloat16, here)):
+            head.dtype = dtype
+            got, best = path_scores(head, features, ids, root, paths[1:])
+            to += [sum(p) for p in got]
+        engine += [float(x) for x in score[1:n]]
+        first = max((i for i in range(1, n) if parent[i] == 0), key=lambda i: score[i])
         top = best[0]
-        margin = float(top.values[0, 0] - top.values[0, 1])
-        if margin > 2 * tolerance:  # the greedy draft
-            firm += 1
-            first = max((i for i in range(1, n) if parent[i] == 0), key=lambda i: score[i])
-            assert int(token[first]) == int(head.ids[top.indices[0, 0]]), "another greedy draft"
-    assert worst < tolerance, f"log probabilities differ by {worst}"
-    return worst, firm
+        greedy.append((float(top.values[0, 0] - top.values[0, 1]),
+                       int(token[first]) == int(head.ids[top.indices[0, 0]])))
+    return *(np.array(x) for x in (engine, here, exact)), greedy
+
+
+def check_trees(head, folder, fmt):
+    """Compared: sums of up to seven log probabilities. With activations in FP32 the two differ by 2e-5 at most (48
+    heads of 24 seeds), where a key that is missing makes 0.15, a position, a token or a mask off by one 1 to 2. BF16
+    rounds by up to 0.14, and how much depends on the seed; so the engine in BF16 has to be about as near to the sums in
+    FP32 as PyTorch in BF16 is (with those heads 0.46 to 1.34 times as far away, root mean square)."""
+    dm.export(head, folder, fmt)
+    engine, here, _, greedy = tree_scores(head, folder, True)
+    worst = float(np.abs(engine - here).max())
+    assert worst < 1e-4, f"log probabilities differ by {worst}"
+    firm = [same for margin, same in greedy if margin > 1e-3]
+    assert len(firm) >= 6 and all(firm), greedy
+    engine, here, exact, _ = tree_scores(head, folder, False)
+    rms = lambda x: float(np.sqrt(np.mean((x - exact) ** 2)))
+    print(f"  a path's log probability: FP32 within {worst:.1e}; BF16 rounds by {rms(engine):.4f}, PyTorch's by "
+          f"{rms(here):.4f}")
+    assert rms(engine) < 2 * rms(here)
 
 
 def test_engine_bf16(folder):
     """The engine's trees, drawn by an exported head: every node's log probability, and the first greedy draft."""
-    worst, firm = check_trees(random_head(), folder, "bf16")
-    assert firm >= 2, firm
-    print(f"  largest difference of a path's log probability {worst:.4f}, {firm} firm greedy drafts")
+    check_trees(random_head(), folder, "bf16")
 
 
 def test_engine_nvfp4(folder):
-    head = random_head(seed=3, aux=[2, 4, 5])  # also layers that do not begin with 1
+    head = random_head(aux=[2, 4, 5])  # also layers that do not begin with 1
     head.quantised = True
     check_trees(head, folder, "nvfp4")
 
