@@ -235,6 +235,7 @@ static int run_arguments(cli_args *a, run_input *in) { // returns 0, or -1: retu
     if (a->request.logprobs && !a->json) a->code = cli_fail(CLI_USAGE, "--logprobs needs --json");
     if (a->code == CLI_OK && in->file) a->code = cli_read_file(in->file, &in->prompt);
     if (in->load && in->chat) a->code = cli_fail(CLI_USAGE, "--load and --chat: use sala chat");
+    if (a->code == CLI_OK) a->code = cli_one_prompt(a);
     if (a->code == CLI_OK && in->save) a->code = cli_check_place(in->save);
     a->request.keep = in->save != NULL;
     if (a->code == CLI_OK && in->prompt.data && !in->prompt.size && !in->chat && !cli_quiet)
@@ -359,7 +360,6 @@ static int sala_run(int argc, char **argv) {
     run_input in = {0};
     sala *engine = NULL;
     cli_start(&a, &run_command, argc, argv);
-    a.options.reuse = "off"; // there is one request
     if (run_arguments(&a, &in) == 0 && (engine = cli_open(&a)) != NULL)
         a.code = cli_check_tokens(&a, engine);
     if (engine && a.code == CLI_OK) a.code = run_generate(&a, engine, &in);

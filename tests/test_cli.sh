@@ -171,7 +171,8 @@ t_bad_usage() {
         says 'takes no value' &&
         exits 2 run hello && says "unexpected argument 'hello'" && exits 2 run -p a -f b &&
         exits 2 run --system x &&
-        exits 2 run --logprobs 2 && exits 2 logits --out x && exits 2 eval &&
+        exits 2 run --logprobs 2 && exits 2 run --reuse prefix && says 'run has one prompt' &&
+        exits 2 logits --out x && exits 2 eval &&
         exits 2 eval --tasks a --ppl b &&
         exits 2 eval --tasks a --window 5 && exits 2 eval --ppl a --limit 3 && silent &&
         exits 2 info --against a && says 'belongs to --check' && exits 2 info --check --text a && silent

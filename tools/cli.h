@@ -781,6 +781,15 @@ static sala *cli_open(cli_args *a) {
     return engine;
 }
 
+// For a command that has one prompt: nothing was there before that it could begin with. Returns an exit code.
+static int cli_one_prompt(cli_args *a) {
+    const char *reuse = a->options.reuse;
+    a->options.reuse = "off";
+    if (!reuse || strcmp(reuse, "off") == 0) return CLI_OK;
+    return cli_fail(CLI_USAGE, "--reuse %s: %s has one prompt, and none before it", reuse,
+                    a->command->name);
+}
+
 // Tokens on the command line must be in the vocabulary. Returns an exit code.
 static int cli_check_tokens(const cli_args *a, sala *engine) {
     const sala_request *r = &a->request;

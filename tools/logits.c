@@ -87,7 +87,7 @@ static int logits_arguments(cli_args *a, logits_job *job) { // returns 0, or -1:
     if (!a->options.max_sequences) a->options.max_sequences = 1;
     if (!a->options.context) a->options.context = job->count + 1;
     a->options.logits_rows = a->options.chunk;
-    if (!a->options.reuse) a->options.reuse = "off"; // one prompt, all of it to be computed
+    if (a->code == CLI_OK) a->code = cli_one_prompt(a);
     a->options.hidden_states = job->paths[1] || job->paths[2];
     return a->code == CLI_OK ? 0 : -1;
 }
