@@ -9500,7 +9500,7 @@ typedef struct sala__policy {
     int32_t level, level_calm;  // what runs; steps in a row in which another looked better
     int64_t step, retry_from;   // verifies; level 0 is left for a new trial from this one on
     int32_t retry;              // steps from one such trial to the next
-    int32_t told;               // that trees were left
+    int32_t left;               // how often trees were left since they do not pay
     double yield[SALA__LEVELS]; // tokens of a verify, per sequence
     int32_t tried[SALA__LEVELS], given[SALA__LEVELS]; // trees since the trial began, their tokens
     sala__least draft[SALA__LEVELS];                  // seconds of making all trees of a step
@@ -11568,7 +11568,8 @@ static void sala__test_tree(const sala *s, sala__request *r, const sala__shape *
 static const sala__shape sala__shapes[SALA__LEVELS] = {{0, 1, 1}, {3, 1, 4}, {7, 2, 15}};
 static const double sala__hopes[SALA__LEVELS] = {1, 2.2, 3}; // tokens of a verify, unseen
 static const double sala__credit = 8; // plain steps that a trial of trees may lose
-// Steps: before the first trial on a CPU, where a tree may cost eight plain steps; to the next, doubled each time.
+// Steps: before the first trial on a CPU, where a tree may cost eight plain steps; to the next, doubled each time. On a
+// CPU that comes soon: two trees beside other work look dearer than they are, those of several trials less so.
 static const int sala__first_trial = 64, sala__first_retry = 1 << 10;
 static const int sala__cost_rows[SALA__COSTS] = {1,  2,  3,  4,  6,  8,   12,  16,
                                                  24, 32, 48, 64, 96, 128, 192, 256};
@@ -11655,9 +11656,9 @@ static int sala__level_failed(const sala__policy *p, int sequences) {
     return given + sala__credit < tried * price || (tried >= 16 && given < 1.3 * tried);
 }
 
-// Were trees left since they do not pay? On a CPU the first trial may still be to come.
+// Were trees left since they do not pay?
 static int sala__left(const sala__policy *p) {
-    return p->cap && !p->level && p->retry > sala__first_retry;
+    return p->cap && !p->level && p->left;
 }
 
 // The level of this step: what the load allows and measurements do not speak against for 16 steps.
@@ -11683,6 +11684,7 @@ static void sala__choose_level(sala__policy *p, int sequences) {
         if (p->yield[l] > p->yield[p->level]) p->yield[l] = p->yield[p->level];
     if (failed) p->yield[1] = p->yield[2] = 1; // until the next trial
     if (best == 0) {
+        p->left++;
         p->retry = p->retry < 1 << 14 ? 2 * p->retry : 1 << 15;
         p->retry_from = p->step + p->retry;
     }
@@ -11830,7 +11832,7 @@ static int sala__plan_trees(sala *s, sala__request **active, int count, int rows
     p->step++;
     int level = p->level;
     sala__choose_level(p, count);
-    if (p->trees && level && !p->level && p->cap && p->tried[level] && !p->told++)
+    if (p->trees && level && !p->level && p->cap && p->tried[level] && p->left == 1)
         sala__log(&s->env, SALA_LOG_INFO,
                   "the draft head does not pay: a tree gave %.2f tokens (mean of %d) in the time "
                   "of %.2f; "
@@ -11882,12 +11884,13 @@ static int sala__spec_open(sala *s, sala_error *err) {
     if (p->fixed) p->shape[2] = p->shape[1];
     p->cap = SALA__LEVELS - 1;
     p->level = p->cap;
+    p->retry = sala__first_retry;
     if (!s->on_gpu && !p->forced && !test) { // after a while
+        p->retry = sala__first_retry >> 3;
         p->level = 0;
         p->yield[1] = p->yield[2] = 1;
         p->retry_from = sala__first_trial;
     }
-    p->retry = sala__first_retry;
     return 0;
 }
 

@@ -272,7 +272,7 @@ static void test_levels_by_measurement(void) {
         trials += p->level > before;
         if (p->level) p->yield[p->level] += (1.2 - p->yield[p->level]) / 64;
     }
-    CHECK(used[1] + used[2] < 1500 && trials >= 2 && trials <= 6, "%d + %d steps in %d trials",
+    CHECK(used[1] + used[2] < 1500 && trials >= 2 && trials <= 8, "%d + %d steps in %d trials",
           used[1], used[2], trials);
     CHECK(p->level == 0, "level %d", p->level);
     for (; p->level == 0 && p->step < 200000; p->step++) sala__choose_level(p, 1);
@@ -300,8 +300,9 @@ static void test_levels_by_measurement(void) {
 }
 
 // Seconds of `steps` steps in units of plain ones, over those that plain decoding takes for the same tokens. A tree
-// takes `price` and gives `given`.
-static double trees_against_plain(int on_gpu, double price, int given, int steps, int *level) {
+// takes `price` and gives `given`; with other work beside the first 70 steps trees take four times as long there.
+static double trees_against_plain(int on_gpu, int busy, double price, int given, int steps,
+                                  int *level) {
     sala s;
     sala__request r;
     memset(&s, 0, sizeof s);
@@ -315,7 +316,7 @@ static double trees_against_plain(int on_gpu, double price, int given, int steps
         sala__plan_review(p, &r);
         sala__choose_level(p, 1);
         int tree = p->level && sala__least_known(&p->cost[0]);
-        double step = tree ? price : 1;
+        double step = tree ? (busy && p->step < 70 ? 4 : 1) * price : 1;
         if (tree) {
             sala__least_add(&p->draft[p->level], 0.25 * step);
             r.spec.source = SALA_DRAFT_EAGLE;
@@ -332,18 +333,19 @@ static double trees_against_plain(int on_gpu, double price, int given, int steps
 // What a head may lose before it is left: little, however dear its trees are.
 static void test_trials_are_cheap(void) {
     static const struct {
-        int on_gpu;
+        int on_gpu, busy;
         double price;
         int given, steps;
         double most;
         int level;
-    } rows[] = {{0, 8, 1, 60, 1, 0},        {0, 8, 2, 200, 1.08, 0},   {0, 8, 2, 3000, 1.02, 0},
-                {0, 3, 2, 400, 1.04, 0},    {0, 1.6, 3, 400, 0.7, 2},  {1, 8, 2, 200, 1.12, 0},
-                {1, 1.65, 1, 400, 1.04, 0}, {1, 1.65, 3, 400, 0.56, 2}};
+    } rows[] = {
+        {0, 0, 8, 1, 60, 1, 0},     {0, 0, 8, 2, 200, 1.08, 0},    {0, 0, 8, 2, 3000, 1.02, 0},
+        {0, 0, 3, 2, 400, 1.05, 0}, {0, 0, 1.6, 3, 400, 0.7, 2},   {0, 1, 3, 4, 700, 0.9, 2},
+        {1, 0, 8, 2, 200, 1.12, 0}, {1, 0, 1.65, 1, 400, 1.04, 0}, {1, 0, 1.65, 3, 400, 0.56, 2}};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         int level;
-        double ratio = trees_against_plain(rows[i].on_gpu, rows[i].price, rows[i].given,
-                                           rows[i].steps, &level);
+        double ratio = trees_against_plain(rows[i].on_gpu, rows[i].busy, rows[i].price,
+                                           rows[i].given, rows[i].steps, &level);
         CHECK(ratio <= rows[i].most && level == rows[i].level,
               "row %zu: %.3f of plain decoding, level %d", i, ratio, level);
     }
