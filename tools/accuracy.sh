@@ -72,7 +72,9 @@ measured bf16 "$model"
 for name in nvfp4-rtn nvfp4-rtn-46 nvfp4-gptq nvfp4-gptq-46 nvfp4-gptq-46-act; do
     measured "$name" "$out/models/$name" --prefill w4a16
 done
-measured nvfp4-gptq-46-w4a4 "$out/models/nvfp4-gptq-46" --prefill w4a4
+for name in nvfp4-gptq-46 nvfp4-gptq-46-act; do
+    measured "$name-w4a4" "$out/models/$name" --prefill w4a4
+done
 measured int4-gptq "$out/models/int4-gptq"
 # shellcheck disable=SC2086
 python3 "$tools/compare_eval.py" "$out" $names --json "$out/table.json" >"$out/table.md"

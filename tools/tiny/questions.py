@@ -27,7 +27,7 @@ def main():
         task = short[i // 2 % len(short)] if i % 2 else long[i // 2 % 3]
         room = ROOMS[i // 6 % 5] if task.startswith("needle") else TEXTS[i // 6 % 4] if task == "qa" else 1500
         i += 1
-        user, answer, gold = gen.task(r, task, room, True).turns[0]
+        user, answer, gold = gen.task(r, "choice" if task == "mc" else task, room, True).turns[0]  # as it was taught
         if user in asked:
             continue
         asked.add(user)
