@@ -11653,7 +11653,7 @@ static int sala__level_failed(const sala__policy *p, int sequences) {
     int tried = p->tried[p->level], given = p->given[p->level];
     if (!p->level || tried < 2 || tried >= 32) return 0;
     double price = sala__price(p, p->level, sequences);
-    return given + sala__credit < tried * price || (tried >= 16 && given < 1.3 * tried);
+    return given + sala__credit * sequences < tried * price || (tried >= 16 && given < 1.3 * tried);
 }
 
 // Were trees left since they do not pay?

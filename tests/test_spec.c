@@ -351,6 +351,27 @@ static void test_trials_are_cheap(void) {
     }
 }
 
+// Steps, not trees: a step of three sequences has three trees, in the time of four plain steps.
+static void test_what_a_trial_may_lose(void) {
+    sala s;
+    memset(&s, 0, sizeof s);
+    s.has_draft = 1;
+    s.on_gpu = 1;
+    CHECK(sala__spec_open(&s, NULL) == 0, "auto");
+    sala__policy *p = &s.policy;
+    p->level = 1;
+    for (int i = 0; i < 2; i++) {
+        sala__plan_learn(&s, 3, 1e-3);
+        sala__plan_learn(&s, 3 * p->shape[1].nodes, 3e-3);
+        sala__least_add(&p->draft[1], 1e-3);
+    }
+    for (int steps = 1; steps < 6;
+         steps++) { // that give one token a tree: three plain steps are lost
+        p->tried[1] = p->given[1] = 3 * steps;
+        CHECK(sala__level_failed(p, 3) == (3 * steps > 8), "%d steps", steps);
+    }
+}
+
 static double flat(int rows) { // memory-bound
     return 1e-3 + 1e-6 * rows;
 }
@@ -803,7 +824,7 @@ static void test_same_text(void) {
 TEST_MAIN(TEST(test_ngrams_against_brute_force), TEST(test_chain_repeats_a_period),
           TEST(test_chain_lengths), TEST(test_streaks), TEST(test_refuted_chains_stop),
           TEST(test_resumed_chains), TEST(test_levels_by_load), TEST(test_levels_by_measurement),
-          TEST(test_trials_are_cheap), TEST(test_chains_by_measurement), TEST(test_prices),
-          TEST(test_drafts_of_tests), TEST(test_drafts_of_few_tokens), TEST(test_fallback),
-          TEST(test_pause_of_one), TEST(test_settings), TEST(test_chains_of_sala_tiny),
-          TEST(test_same_text))
+          TEST(test_trials_are_cheap), TEST(test_what_a_trial_may_lose),
+          TEST(test_chains_by_measurement), TEST(test_prices), TEST(test_drafts_of_tests),
+          TEST(test_drafts_of_few_tokens), TEST(test_fallback), TEST(test_pause_of_one),
+          TEST(test_settings), TEST(test_chains_of_sala_tiny), TEST(test_same_text))
