@@ -948,12 +948,15 @@ SALA_FN int32_t sala_state_place(int32_t key, int32_t column) {
 #define SALA_GEMM_SHARED (SALA_GEMM_STAGES * SALA_GEMM_STAGE)
 
 #define SALA_GEMM4_THREADS 256 // with weights of 4 bits
-#define SALA_GEMM4_NARROW 512  // NVFP4 and up to 16 rows of x: items have 128 rows of weights
-#define SALA_GEMM4_TOKENS 48   // rows of x at a time; with more rows than that these:
-#define SALA_BROAD_ROWS 128    // rows of w a block takes at a time
-#define SALA_BROAD_TOKENS 96   // and rows of x
+#define SALA_GEMM4_NARROW 512  // and up to 16 rows of x
+#define SALA_GEMM4_ROWS 128    // rows of w a block takes at a time
 #define SALA_GEMM4_SHARED (99 << 10)
-#define SALA_ROW_K 4096 // NVFP4, one or two rows of x: most columns of x that a block keeps
+#ifndef SALA_TEAMS_SHARED // with more than 16 rows of x; the host says what the device has
+#define SALA_TEAMS_SHARED SALA_GEMM4_SHARED
+#endif
+#define SALA_GEMM4_TOKENS(shared) ((shared) < 160 << 10 ? 48 : 64) // rows of x at a time
+#define SALA_BROAD_TOKENS 96 // rows of x at a time where that is faster
+#define SALA_ROW_K 4096      // NVFP4, one or two rows of x: most columns of x that a block keeps
 
 // Into how many sums of consecutive k a block-spanning product is split, by the matrix's shape alone,
 // so that about 256 blocks share it. A row's result is the sum of the splits in order, a split's the
@@ -1131,7 +1134,7 @@ typedef struct sala_sample_args {
     X(gemm_nvfp4_wide, sala_product_args, 256, 4)                                                  \
     X(gemm_nvfp4_broad, sala_product_args, 256, 4)                                                 \
     X(gemm_nvfp4_row, sala_product_args, 512, 4)                                                   \
-    X(gemm_int4, sala_product_args, 256, 5)                                                        \
+    X(gemm_int4, sala_product_args, 512, 5)                                                        \
     X(gemm_int4_wide, sala_product_args, 256, 5)                                                   \
     X(gemm_int4_broad, sala_product_args, 256, 5)                                                  \
     X(prefill_fp4, sala_product_args, 128, 6)                                                      \

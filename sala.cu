@@ -466,46 +466,50 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 // a format are this one kernel: its code stays in the instruction cache while weights stream by,
 // and a step comes back to it four times a layer.
 //
-// BF16: four warps, two by two, of 32 rows of weights and 32 of x each. 4 bits: a weight must be
-// widened only once, so a warp has 32 rows of weights and all rows of x. Four teams of two warps,
-// each with a ring of stages of its own, take the quarters of k; their sums are added in order. The
-// bits of a row of x thus depend on nothing but that row, in both kernels of a format: that for up to
-// 16 rows and that for more.
+// BF16: four warps, two by two, of 32 rows of weights and 32 of x each. 4 bits: a weight must be widened
+// only once, so a warp has all rows of x. Four teams, each with a ring of stages of its own, take the
+// quarters of k; their sums are added in order. With up to 16 rows of x a warp has 32 rows of weights: 16
+// warps hide what they wait for. With more it has 64, for each x that it reads four products, and eight
+// warps have the registers. The bits of a row of x thus depend on nothing but that row, in all kernels.
 
 #if SALA_HAS(0)
 enum {
     SALA_NORM_THREADS = SALA_GEMM_THREADS,
     SALA_SHARED = SALA_GEMM_SHARED,
-    SALA_WEIGHTS = 32 * 128, // bytes of 32 rows of weights in a stage
-    SALA_WIDEST = 4,         // groups of 8 rows of x of a warp
-    SALA_RESULTS = 0
+    SALA_BLOCK = 64 * 128, // bytes of 64 rows of weights in a stage
+    SALA_WIDEST = 4        // groups of 8 rows of x of a warp
 };
 #else
 enum {
     SALA_NORM_THREADS = SALA_GEMM4_THREADS,
     SALA_SHARED = SALA_GEMM4_SHARED,
-    SALA_WEIGHTS = SALA_HAS(4) ? 1024 + 128 : 1024 + 256, // codes, scales
-    SALA_WIDEST = SALA_GEMM4_TOKENS / 8,
-    SALA_RESULTS = 2048, // floats that teams leave for the sum
-    SALA_BROAD_RESULTS = SALA_BROAD_TOKENS * SALA_BROAD_ROWS
+    SALA_WEIGHTS = 1024 + 128,                                 // codes, scales
+    SALA_BLOCK = SALA_HAS(4) ? SALA_BLOCK4 : SALA_BLOCK4_BIAS, // of 64 rows
+    SALA_WIDEST = SALA_GEMM4_TOKENS(SALA_TEAMS_SHARED) / 8
 };
 #endif
-enum { SALA_TEAMS = SALA_HAS(0) ? 1 : 4, SALA_CHUNK = SALA_GEMM_K / 64 };
+enum {
+    SALA_TEAMS = SALA_HAS(0) ? 1 : 4,
+    SALA_TILES = SALA_HAS(0) ? 2 : 4,                           // most of 16 weight rows of a warp
+    SALA_ROWS = SALA_HAS(0) ? SALA_GEMM_ROWS : SALA_GEMM4_ROWS, // of weights, of an item
+    SALA_RESULT = 8 * SALA_ROWS,                                // floats: eight rows of x
+    SALA_ALPHAS = SALA_HAS(0) ? 0 : SALA_ROWS,                  // floats before results
+    SALA_X = SALA_ROWS / 64 * SALA_BLOCK,                       // where x begins in a stage
+    SALA_CHUNK = SALA_GEMM_K / 64
+};
 
-// The shape of a kernel whose stages have room for `wide` groups of 8 rows of x (4 bits): threads of a
-// team; weight rows of an item; results of 8 rows of x.
+// Of a kernel whose stages have room for `wide` groups of 8 rows of x: tiles of 16 weight rows of a warp,
+// threads of a team, results that teams leave for the sum.
+SALA_DEVICE constexpr int sala_gemm_tiles(int wide) {
+    return wide > 2 && !SALA_HAS(0) ? 4 : 2;
+}
+
 SALA_DEVICE constexpr int sala_gemm_team(int wide) {
-    return SALA_HAS(0) || (SALA_HAS(4) && wide <= 2) ? 128 : 64;
+    return SALA_HAS(0) ? 128 : 256 / sala_gemm_tiles(wide);
 }
 
-SALA_DEVICE constexpr int sala_gemm_rows(int wide) {
-    return SALA_HAS(0)          ? SALA_GEMM_ROWS
-           : wide > SALA_WIDEST ? SALA_BROAD_ROWS
-                                : sala_gemm_team(wide);
-}
-
-SALA_DEVICE constexpr int sala_gemm_result(int wide) { // floats of one; there are 2 or 4
-    return 8 * sala_gemm_rows(wide);
+SALA_DEVICE constexpr int sala_gemm_areas(int wide) {
+    return wide > 2 && SALA_WIDEST > 6 ? 4 : 2;
 }
 
 // One item: which weight, its tile, the split of k and the first row of x.
@@ -518,9 +522,9 @@ typedef struct sala_gemm_feed {
     int item, left;         // stages of the item that are still to be copied
     int slot;               // offset in the ring of the stage to be written
     int rows;               // rows of x in the item
-    int scales;             // 4 bits: bytes from codes to scales, negative: there are biases too
+    int scales;             // 4 bits: units of 16 bytes of scales and biases
     int stride;             // bytes from a tile's stage to its next
-    const unsigned char *w; // the first 16 bytes of weights
+    const unsigned char *w; // BF16: the first 16 bytes of weights; 4 bits: their block
 #if SALA_HAS(0)
     const unsigned char *x; // the first 16 of x
 #else
@@ -529,17 +533,21 @@ typedef struct sala_gemm_feed {
 } sala_gemm_feed;
 
 // Of a team's ring: bytes of a stage for `wide` groups of 8 rows of x; how many there are; all bytes.
-SALA_DEVICE constexpr int sala_gemm_x(int wide) { // where x begins in a stage
-    return sala_gemm_rows(wide) / 32 * SALA_WEIGHTS;
-}
-
 SALA_DEVICE constexpr int sala_gemm_stage(int wide) {
-    return sala_gemm_x(wide) + (SALA_HAS(0) ? SALA_GEMM_TOKENS : wide * 8) * 128;
+    return SALA_X + (SALA_HAS(0) ? SALA_GEMM_TOKENS : wide * 8) * 128;
 }
 
 SALA_DEVICE constexpr int sala_gemm_stages(int wide) { // results and alphas lie behind the rings
-    return (SALA_SHARED - 4 * (SALA_RESULTS + SALA_RESULTS / 16)) / SALA_TEAMS /
-           sala_gemm_stage(wide);
+    const int behind = SALA_HAS(0) ? 0 : 4 * (sala_gemm_areas(wide) * SALA_RESULT + SALA_ALPHAS);
+    const int shared = SALA_HAS(0) || wide <= 2 ? SALA_SHARED : SALA_TEAMS_SHARED;
+    const int most = (shared - behind) / SALA_TEAMS / sala_gemm_stage(wide);
+    return SALA_HAS(0) || most < 4 ? most : 4; // with more, x waits longer
+}
+
+static_assert(sala_gemm_stages(SALA_WIDEST) >= 2, "one is filled while the other is read");
+
+SALA_DEVICE constexpr int sala_gemm_stride(int wide) { // stages between two barriers
+    return !SALA_HAS(0) && wide <= 2 && sala_gemm_stages(wide) >= 4 ? 2 : 1;
 }
 
 SALA_DEVICE constexpr int sala_gemm_ring_bytes(int wide) {
@@ -551,15 +559,10 @@ SALA_DEVICE unsigned char *sala_gemm_ring(int wide, int thread) { // of this thr
     return sala_shared() + team * sala_gemm_ring_bytes(wide);
 }
 
-// threadIdx.x, for what is rare: 4 bits have no registers for what could be computed once.
-SALA_DEVICE int sala_gemm_thread(void) {
-    return SALA_HAS(0) ? (int)threadIdx.x : sala_here((int)threadIdx.x);
-}
-
 // Stages of an item: all, or those of the thread's team, the first of which is `from`.
 SALA_DEVICE int sala_gemm_depth(const sala_product_args *a, int wide, int *from) {
     int share = (a->depth + SALA_TEAMS - 1) / SALA_TEAMS;
-    *from = SALA_TEAMS == 1 ? 0 : min(sala_gemm_thread() / sala_gemm_team(wide) * share, a->depth);
+    *from = SALA_TEAMS == 1 ? 0 : min((int)threadIdx.x / sala_gemm_team(wide) * share, a->depth);
     return min(share, a->depth - *from);
 }
 
@@ -581,23 +584,18 @@ SALA_DEVICE void sala_gemm_feed_weights(const sala_product_args *a, const sala_g
                                         int wide, int64_t stage, sala_gemm_feed *feed) {
     const sala_weight *w = &a->gemm.w[at->weight];
     const unsigned char *data = (const unsigned char *)w->data;
-    int thread = sala_gemm_thread() % sala_gemm_team(wide), tiles = a->tiles[at->weight];
+    int thread = (int)threadIdx.x % sala_gemm_team(wide), tiles = a->tiles[at->weight];
     if (SALA_HAS(0)) {
-        feed->w = data + (stage * tiles + at->tile) * sala_gemm_x(wide) + thread * 16;
-        feed->stride = tiles * sala_gemm_x(wide);
+        feed->w = data + (stage * tiles + at->tile) * SALA_X + thread * 16;
+        feed->stride = tiles * SALA_X;
         return;
     }
     int block = sala_block4(w->format, w->group, w->zero != nullptr);
-    int warp = thread >> 5, lane = thread & 31, tile = at->tile;
-    if (sala_gemm_rows(wide) > 64) { // an item is two tiles, the last one may be alone
-        tiles = ((a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1) * w->n + 63) >> 6;
-        tile = min(tile * 2 + (warp >> 1), tiles - 1);
-        warp &= 1;
-    }
-    feed->w = data + (stage * tiles + tile) * block + warp * 1024 + lane * 16;
+    tiles = ((a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1) * w->n + 63) >> 6; // an item is two tiles,
+    int tile = min(at->tile * 2 + thread / (sala_gemm_team(wide) / 2), tiles - 1);
+    feed->w = data + (stage * tiles + tile) * block;
     feed->stride = tiles * block;
-    feed->scales = 2048 + warp * 128 + lane * 4 - warp * 1024 - lane * 16;
-    if (block == SALA_BLOCK4_BIAS) feed->scales = -feed->scales;
+    feed->scales = (block - 2048) / 16;
 }
 
 // Turn to the next stage; the first call turns to the first one of the block.
@@ -610,7 +608,7 @@ SALA_DEVICE void sala_gemm_next(const sala_product_args *a, int wide, sala_gemm_
     feed->item += (int)gridDim.x;
     if (feed->item >= a->items) return;
     sala_gemm_item at = sala_gemm_find(a, feed->item);
-    int k = a->gemm.w[0].k, thread = sala_gemm_thread() % sala_gemm_team(wide), from;
+    int k = a->gemm.w[0].k, thread = (int)threadIdx.x % sala_gemm_team(wide), from;
     feed->left = sala_gemm_depth(a, wide, &from);
     if (feed->left == 0) feed->item = a->items; // a team that has nothing to do
     int row = at.row + (thread >> 3), stage = at.split * a->depth + from;
@@ -630,19 +628,22 @@ SALA_DEVICE void sala_gemm_copy_weights(const sala_product_args *a, int wide, in
     thread %= sala_gemm_team(wide);
 #if SALA_HAS(0)
     if (feed->item >= a->items) return;
-    for (int i = 0; i < sala_gemm_x(wide); i += sala_gemm_team(wide) * 16)
+    for (int i = 0; i < SALA_X; i += sala_gemm_team(wide) * 16)
         sala_copy16(to + thread * 16 + i, feed->w + i);
 #else
-    int lane = thread & 31;
+    const int tiles = sala_gemm_tiles(wide);
+    int lane = thread & 31, warp = thread >> 5, part = warp & (4 / tiles - 1);
+    int codes = part * 1024 + lane * 16, scales = 2048 + part * 128 + lane * 4;
     bool valid = feed->item < a->items; // without branches: nothing is read, and zeros are written
-    const unsigned char *scales =
-        feed->w + (SALA_HAS(4) ? feed->scales : max(feed->scales, -feed->scales));
-    to += (thread >> 5) * SALA_WEIGHTS;
-    sala_copy16_or_zero(to + lane * 16, feed->w, valid);
-    sala_copy16_or_zero(to + lane * 16 + 512, feed->w + 512, valid);
-    sala_copy4_or_zero(to + lane * 4 + 1024, scales, valid);
-    if (SALA_HAS(5) && feed->scales < 0)
-        sala_copy4_or_zero(to + lane * 4 + 1024 + 128, scales + 256, valid);
+    to += warp / (4 / tiles) * SALA_BLOCK;
+#pragma unroll
+    for (int i = 0; i < tiles * 512; i += 512)
+        sala_copy16_or_zero(to + codes + i, feed->w + codes + i, valid);
+    if (tiles == 2) sala_copy4_or_zero(to + scales, feed->w + scales, valid);
+    if (tiles == 2 && SALA_HAS(5) && feed->scales > 16)
+        sala_copy4_or_zero(to + scales + 256, feed->w + scales + 256, valid);
+    if (tiles == 4 && lane < (SALA_HAS(4) ? 16 : feed->scales))
+        sala_copy16_or_zero(to + 2048 + lane * 16, feed->w + 2048 + lane * 16, valid);
 #endif
 }
 
@@ -651,7 +652,7 @@ SALA_DEVICE void sala_gemm_copy_weights(const sala_product_args *a, int wide, in
 // not mix, and theirs are not stored.
 SALA_DEVICE void sala_gemm_copy_x(const sala_product_args *a, int wide, int thread,
                                   const sala_gemm_feed *feed) {
-    unsigned char *to = sala_gemm_ring(wide, thread) + feed->slot + sala_gemm_x(wide);
+    unsigned char *to = sala_gemm_ring(wide, thread) + feed->slot + SALA_X;
     int step = sala_gemm_team(wide) / 8, row = thread % sala_gemm_team(wide) >> 3;
     int unit = (thread & 7) ^ (row & 1) * 4, rows = SALA_HAS(0) ? SALA_GEMM_TOKENS : wide * 8;
     to += row * 128 + unit * 16;
@@ -707,7 +708,7 @@ SALA_DEVICE void sala_gemm_stage_of(int, int, int groups, int thread, int slot,
                                     float sum[SALA_WIDEST][2][4]) {
     int warp = thread >> 5;
     const unsigned char *w = sala_shared() + slot + (warp >> 1) * 4096;
-    const unsigned char *x = sala_shared() + slot + 2 * SALA_WEIGHTS + (warp & 1) * 32 * 128;
+    const unsigned char *x = sala_shared() + slot + SALA_X + (warp & 1) * 32 * 128;
     if (groups > 2)
         sala_gemm_multiply(w, x, 4, sum);
     else if (groups == 2)
@@ -789,31 +790,34 @@ SALA_DEVICE void sala_gemm_dequant_tile(int layout, const uint4 *word, uint2 sca
         sala_gemm_dequant(first, sala_twice(two, 0), 0, 0, a);
         sala_gemm_dequant(second, sala_twice(two, 1), 0, 1, a);
     } else {
-        uint4 s = sala_gemm_scales_int4(layout, scales, 128, run);
+        uint4 s = sala_gemm_scales_int4(layout, scales, 256, run);
         sala_gemm_dequant(first, s.x, s.z, 0, a);
         sala_gemm_dequant(second, s.y, s.w, 1, a);
     }
 }
 
-// One stage of a warp: 32 weight rows, `wide` (a constant) times 8 rows of x, at `x` the lane's.
-SALA_DEVICE void sala_gemm_multiply(int layout, int wide, int lane, const unsigned char *w,
-                                    const unsigned char *x, float sum[SALA_WIDEST][2][4]) {
+// One stage of a warp: `tiles` of 16 weight rows, `wide` (constants) times 8 rows of x, at `x` the lane's;
+// `sums` sums for every 8 rows of x.
+SALA_DEVICE void sala_team_multiply(int layout, int tiles, int wide, int lane,
+                                    const unsigned char *w, const unsigned char *scales,
+                                    const unsigned char *x, int sums, float (*sum)[4]) {
     int row = lane >> 2;
-    uint4 word[2];
-    uint2 scale[2] = {};
+    uint4 word[SALA_TILES];
+    uint2 scale[SALA_TILES] = {};
 #pragma unroll
-    for (int tile = 0; tile < 2; tile++) {
+    for (int tile = 0; tile < tiles; tile++) {
         word[tile] = *(const uint4 *)(w + tile * 512 + lane * 16);
-        if (SALA_HAS(4)) scale[tile] = sala_gemm_scales(w + 1024 + tile * 64, lane);
+        if (SALA_HAS(4)) scale[tile] = sala_gemm_scales(scales + tile * 64, lane);
     }
 #pragma unroll
     for (int run = 0; run < 2; run++) {
-        uint32_t a[2][2][4]; // tile, step
+        uint32_t a[SALA_TILES][2][4]; // tile, step
 #pragma unroll
-        for (int tile = 0; tile < 2; tile++)
-            sala_gemm_dequant_tile(layout, &word[tile], scale[tile], w + 1024 + tile * 64 + row * 8,
+        for (int tile = 0; tile < tiles; tile++)
+            sala_gemm_dequant_tile(layout, &word[tile], scale[tile], scales + tile * 64 + row * 8,
                                    run, a[tile]);
-        int unit = (run ^ (row & 1)) * 4 + (lane & 3), batch = min(wide, 2);
+        int unit = (run ^ (row & 1)) * 4 + (lane & 3),
+            batch = SALA_HAS(5) && wide > 6 ? 1 : min(wide, 2);
 #pragma unroll
         for (int first = 0; first < wide; first += batch) { // of groups: registers are few
             uint4 b[2];
@@ -821,45 +825,52 @@ SALA_DEVICE void sala_gemm_multiply(int layout, int wide, int lane, const unsign
             for (int i = 0; i < batch; i++)
                 b[i] = sala_gemm_order(*(const uint4 *)(x + (first + i) * 1024 + unit * 16));
 #pragma unroll
-            for (int i = 0; i < 4 * batch; i++) { // step, then group, then tile
-                int tile = i & 1, group = (i >> 1) % batch, step = (i >> 1) / batch;
+            for (int i = 0; i < 2 * tiles * batch; i++) { // step, then group, then tile
+                int tile = i % tiles, group = i / tiles % batch, step = i / tiles / batch;
                 const uint32_t bs[2] = {step ? b[group].z : b[group].x,
                                         step ? b[group].w : b[group].y};
-                sala_mma(sum[first + group][tile], a[tile][step], bs);
+                sala_mma(sum[(first + group) * sums + tile], a[tile][step], bs);
             }
         }
     }
 }
 
+// 32 weight rows whose scales lie behind their codes.
+SALA_DEVICE void sala_gemm_multiply(int layout, int wide, int lane, const unsigned char *w,
+                                    const unsigned char *x, float sum[SALA_WIDEST][2][4]) {
+    sala_team_multiply(layout, 2, wide, lane, w, w + 1024, x, 2, sum[0]);
+}
+
 SALA_DEVICE void sala_gemm_stage_of(int layout, int wide, int, int thread, int slot,
-                                    float sum[SALA_WIDEST][2][4]) {
+                                    float sum[SALA_WIDEST][SALA_TILES][4]) {
+    const int tiles = sala_gemm_tiles(wide), parts = 4 / tiles; // of a block of weights
     const unsigned char *ring = sala_gemm_ring(wide, thread) + slot;
-    const unsigned char *w = ring + (thread % sala_gemm_team(wide) >> 5) * SALA_WEIGHTS;
-    int lane = thread & 31;
-    sala_gemm_multiply(layout, wide, lane, w, ring + sala_gemm_x(wide) + (lane >> 2) * 128, sum);
+    int lane = thread & 31, warp = thread % sala_gemm_team(wide) >> 5, part = warp % parts;
+    const unsigned char *block = ring + warp / parts * SALA_BLOCK;
+    sala_team_multiply(layout, tiles, wide, lane, block + part * 1024, block + 2048 + part * 128,
+                       ring + SALA_X + (lane >> 2) * 128, SALA_TILES, sum[0]);
 }
 #endif
 
 // The result of an item passes through shared memory so that a small loop can write it in order:
 // [rows of x, weight rows] FP32, the columns of every other pair of rows shifted by 8 for the banks.
-SALA_DEVICE int sala_gemm_place(int wide, int row, int column) {
-    return row * sala_gemm_rows(wide) + (column ^ (row & 6) << 2);
+SALA_DEVICE int sala_gemm_place(int row, int column) {
+    return row * SALA_ROWS + (column ^ (row & 6) << 2);
 }
 
-// Four weight rows of one row of x. 4 bits: the sum of the teams times alpha, with the power of two
-// that NVFP4's weights lack.
-SALA_DEVICE float4 sala_gemm_value(int wide, int r, int column, const float *result) {
-    const float *from = result + sala_gemm_place(wide, r, column);
+// Four weight rows of one row of x. 4 bits: the sum of the teams, which left `areas` of them (a
+// constant), times alpha, with the power of two that NVFP4's weights lack.
+SALA_DEVICE float4 sala_gemm_value(int areas, int r, int column, const float *result) {
+    const float *from = result + SALA_ALPHAS + sala_gemm_place(r, column);
     float4 v = *(const float4 *)from;
 #if !SALA_HAS(0)
-    const int size = sala_gemm_result(wide), areas = wide > SALA_WIDEST ? 1 : SALA_RESULTS / size;
-    const float4 alpha = *(
-        const float4 *)(result + (wide > SALA_WIDEST ? SALA_BROAD_RESULTS : SALA_RESULTS) + column);
+    const float4 alpha = *(const float4 *)(result + column);
     const float repair = SALA_HAS(4) ? 256 : 1;
     float4 u = {};
-    if (areas > 1) u = *(const float4 *)(from + size);
+    if (areas > 1) u = *(const float4 *)(from + SALA_RESULT);
     if (areas == 4) { // the teams 2 and 3 are not in yet
-        float4 v2 = *(const float4 *)(from + 2 * size), u2 = *(const float4 *)(from + 3 * size);
+        float4 v2 = *(const float4 *)(from + 2 * SALA_RESULT);
+        float4 u2 = *(const float4 *)(from + 3 * SALA_RESULT);
         v.x += v2.x, v.y += v2.y, v.z += v2.z, v.w += v2.w;
         u.x += u2.x, u.y += u2.y, u.z += u2.z, u.w += u2.w;
     }
@@ -871,15 +882,15 @@ SALA_DEVICE float4 sala_gemm_value(int wide, int r, int column, const float *res
 
 // Logits, of a vocabulary of any size.
 SALA_DEVICE void sala_gemm_put_logits(const sala_product_args *a, const sala_gemm_item *at,
-                                      int wide, int first, int rows, const float *result) {
-    const int width = sala_gemm_rows(wide), step = SALA_TEAMS * sala_gemm_team(wide) * 4;
+                                      int areas, int first, int rows, const float *result) {
+    const int width = SALA_ROWS, step = (int)blockDim.x * 4;
     int n = a->gemm.w[at->weight].n;
 #pragma unroll 1
-    for (int i = sala_gemm_thread() * 4; i < rows * width; i += step) {
+    for (int i = (int)threadIdx.x * 4; i < rows * width; i += step) {
         int r = i / width, from = i % width, c = at->tile * width + from;
         float *to = a->gemm.y_f32 + (int64_t)(at->row + first + r) * n + c;
         if (c >= n) continue;
-        float4 v = sala_gemm_value(wide, r, from, result);
+        float4 v = sala_gemm_value(areas, r, from, result);
         to[0] = v.x;
         if (c + 1 < n) to[1] = v.y;
         if (c + 2 < n) to[2] = v.z;
@@ -889,23 +900,22 @@ SALA_DEVICE void sala_gemm_put_logits(const sala_product_args *a, const sala_gem
 
 // `rows` rows of x of an item, beginning with its row `first`. Four columns at a time: all these
 // matrices have a multiple of four rows.
-SALA_DEVICE void sala_gemm_put(const sala_product_args *a, const sala_gemm_item *at, int wide,
+SALA_DEVICE void sala_gemm_put(const sala_product_args *a, const sala_gemm_item *at, int areas,
                                int first, int rows, const float *result) {
     int n = a->gemm.w[at->weight].n;
-    int pair = a->kind == SALA_PRODUCT_SWIGLU, width = sala_gemm_rows(wide) >> pair;
+    int pair = a->kind == SALA_PRODUCT_SWIGLU, width = SALA_ROWS >> pair;
     if (a->gemm.y_f32) {
-        sala_gemm_put_logits(a, at, wide, first, rows, result);
+        sala_gemm_put_logits(a, at, areas, first, rows, result);
         return;
     }
 #pragma unroll 1
-    for (int i = sala_gemm_thread() * 4; i < rows * width;
-         i += SALA_TEAMS * sala_gemm_team(wide) * 4) {
+    for (int i = (int)threadIdx.x * 4; i < rows * width; i += (int)blockDim.x * 4) {
         int r = i / width, from = i & (width - 1);
         int column = at->tile * width + from;
         int64_t place = (int64_t)(at->row + first + r) * n + column;
         if (column >= n) continue;
         if (pair) from = (from >> 3) * 16 + (from & 7);
-        float4 v = sala_gemm_value(wide, r, from, result);
+        float4 v = sala_gemm_value(areas, r, from, result);
         if (a->kind == SALA_PRODUCT_NORM) {
             *(float4 *)(a->partial + (int64_t)at->split * a->gemm.rows * n + place) = v;
             continue;
@@ -916,7 +926,7 @@ SALA_DEVICE void sala_gemm_put(const sala_product_args *a, const sala_gemm_item 
             continue;
         }
         if (pair) {
-            float4 up = sala_gemm_value(wide, r, from + 8, result);
+            float4 up = sala_gemm_value(areas, r, from + 8, result);
             v.x = sala_swiglu(v.x, up.x), v.y = sala_swiglu(v.y, up.y);
             v.z = sala_swiglu(v.z, up.z), v.w = sala_swiglu(v.w, up.w);
         }
@@ -925,58 +935,62 @@ SALA_DEVICE void sala_gemm_put(const sala_product_args *a, const sala_gemm_item 
     }
 }
 
-// One group of a warp's sums: rows of x vary first, then weight rows.
-SALA_DEVICE void sala_gemm_lay(int wide, const float sum[2][4], int row, int column, bool add,
+// One group of a warp's sums, of `tiles` tiles: rows of x vary first, then weight rows.
+SALA_DEVICE void sala_gemm_lay(const float (*sum)[4], int tiles, int row, int column, bool add,
                                float *result) {
-    int lane = sala_gemm_thread() & 31;
+    int lane = (int)threadIdx.x & 31;
     row += (lane & 3) * 2, column += lane >> 2;
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        float *to =
-            result + sala_gemm_place(wide, row + (i & 1), column + i / 4 * 16 + (i & 2) * 4);
+    for (int i = 0; i < 4 * tiles; i++) {
+        float *to = result + SALA_ALPHAS +
+                    sala_gemm_place(row + (i & 1), column + i / 4 * 16 + (i & 2) * 4);
         *to = add ? *to + sum[i / 4][i & 3] : sum[i / 4][i & 3];
     }
 }
 
-// BF16: through the stage that was read last, which nobody needs until the next barrier. 4 bits:
-// through memory of its own, eight rows of x after the other.
-SALA_DEVICE void sala_gemm_store(const sala_product_args *a, const sala_gemm_item *at, int wide,
-                                 int groups, int slot, float alpha, float sum[SALA_WIDEST][2][4]) {
-    int thread = sala_gemm_thread(), rows = min(a->gemm.rows - at->row, a->tokens);
-    float *result = (float *)(sala_shared() + slot);
 #if SALA_HAS(0)
-    (void)alpha;
+// Through the stage that was read last, which nobody needs until the next barrier.
+SALA_DEVICE void sala_gemm_store(const sala_product_args *a, const sala_gemm_item *at, int groups,
+                                 int slot, float sum[SALA_WIDEST][2][4]) {
+    int thread = (int)threadIdx.x, rows = min(a->gemm.rows - at->row, a->tokens);
+    float *result = (float *)(sala_shared() + slot);
     __syncthreads(); // all have read the stage
 #pragma unroll
     for (int group = 0; group < 4; group++) {
         if (group >= groups) break;
         int row = (thread & 32) + group * 8;
-        sala_gemm_lay(wide, sum[group], row, (thread >> 6) * 32, false, result);
+        sala_gemm_lay(sum[group], 2, row, (thread >> 6) * 32, false, result);
     }
     __syncthreads();
-    sala_gemm_put(a, at, wide, 0, rows, result);
+    sala_gemm_put(a, at, 1, 0, rows, result);
+}
 #else
-    const int size = sala_gemm_result(wide), areas = SALA_RESULTS / size;
-    int team = thread / sala_gemm_team(wide), column = thread % sala_gemm_team(wide) & ~31;
-    (void)groups;
+// Through memory of its own, eight rows of x after the other.
+SALA_DEVICE void sala_gemm_store(const sala_product_args *a, const sala_gemm_item *at, int wide,
+                                 float alpha, float sum[SALA_WIDEST][SALA_TILES][4]) {
+    const int tiles = sala_gemm_tiles(wide), areas = sala_gemm_areas(wide);
+    int thread = (int)threadIdx.x, team = thread / sala_gemm_team(wide);
+    int column = thread % sala_gemm_team(wide) / 32 * 16 * tiles;
+    int rows = min(a->gemm.rows - at->row, a->tokens);
+    float *result = (float *)(sala_shared() + SALA_TEAMS * sala_gemm_ring_bytes(wide));
 #pragma unroll 1
     for (int first = 0; first < rows; first += 8) {
         __syncthreads(); // the rows before are written
-        if (thread < sala_gemm_rows(wide)) result[SALA_RESULTS + thread] = alpha;
-        float *area = result + team % areas * size;
-        if (team < areas) sala_gemm_lay(wide, sum[0], 0, column, false, area);
-        if (areas == 2) {
+        float *area = result + team % areas * SALA_RESULT;
+        if (thread < SALA_ROWS) result[thread] = alpha;
+        if (team < areas) sala_gemm_lay(sum[0], tiles, 0, column, false, area);
+        if (areas < SALA_TEAMS) {
             __syncthreads();
-            if (team >= areas) sala_gemm_lay(wide, sum[0], 0, column, true, area);
+            if (team >= areas) sala_gemm_lay(sum[0], tiles, 0, column, true, area);
         }
 #pragma unroll
-        for (int i = 8; i < SALA_WIDEST * 8; i++) // the next eight rows
-            sum[(i >> 3) - 1][i >> 2 & 1][i & 3] = sum[i >> 3][i >> 2 & 1][i & 3];
+        for (int i = 16; i < SALA_WIDEST * 16; i++) // the next eight rows
+            sum[(i >> 4) - 1][i >> 2 & 3][i & 3] = sum[i >> 4][i >> 2 & 3][i & 3];
         __syncthreads();
-        sala_gemm_put(a, at, wide, first, min(rows - first, 8), result);
+        sala_gemm_put(a, at, areas, first, min(rows - first, 8), result);
     }
-#endif
 }
+#endif
 
 // Wait until all but the latest n (0 to 4) of this thread's groups of copies are there.
 SALA_DEVICE void sala_gemm_wait(int n) {
@@ -992,22 +1006,18 @@ SALA_DEVICE void sala_gemm_meet(int wide) { // the team
     if (SALA_TEAMS > 1) SALA_MEET_TEAM(threadIdx.x / sala_gemm_team(wide), sala_gemm_team(wide));
 }
 
-// Stages between two barriers.
-SALA_DEVICE int sala_gemm_stride(int wide) {
-    return !SALA_HAS(0) && wide <= 2 && sala_gemm_stages(wide) >= 4 ? 2 : 1;
-}
-
 // `stages` stages: total += their sum.
 SALA_DEVICE void sala_gemm_chunk(const sala_product_args *a, sala_gemm_feed *feed, int layout,
-                                 int stages, int wide, int groups, float total[SALA_WIDEST][2][4]) {
+                                 int stages, int wide, int groups,
+                                 float total[SALA_WIDEST][SALA_TILES][4]) {
     const int stride = sala_gemm_stride(wide), size = sala_gemm_stage(wide);
     const int ring = sala_gemm_ring_bytes(wide);
-    float sum[SALA_WIDEST][2][4] = {};
-    int thread = sala_gemm_thread();
+    float sum[SALA_WIDEST][SALA_TILES][4] = {};
 #pragma unroll 1
     for (; stages > 0; stages -= stride) {
-        if (wide > 2) thread = sala_gemm_thread();
-        int slot = 0; // to be read
+        const int thread =
+            wide > 6 ? sala_here((int)threadIdx.x) : (int)threadIdx.x; // few registers
+        int slot = 0;                                                  // to be read
         if (stride > 1) slot = feed->slot + stride * size;
         if (stride > 1 && slot >= ring) slot -= ring;
         sala_gemm_wait(sala_gemm_stages(wide) - 2 * stride);
@@ -1029,85 +1039,74 @@ SALA_DEVICE void sala_gemm_chunk(const sala_product_args *a, sala_gemm_feed *fee
         }
     }
 #pragma unroll
-    for (int i = 0; i < SALA_WIDEST * 8; i++)
-        total[i >> 3][i >> 2 & 1][i & 3] += sum[i >> 3][i >> 2 & 1][i & 3];
+    for (int i = 0; i < SALA_WIDEST * SALA_TILES * 4; i++)
+        total[i / 4 / SALA_TILES][i / 4 % SALA_TILES][i & 3] +=
+            sum[i / 4 / SALA_TILES][i / 4 % SALA_TILES][i & 3];
 }
 
 // The first stages: weights, without waiting for the kernel before this one; then x.
 SALA_DEVICE sala_gemm_feed sala_gemm_begin(const sala_product_args *a, int wide) {
     const int ahead = sala_gemm_stages(wide) - sala_gemm_stride(wide); // stages in flight
+    const int early = wide > 2 && !SALA_HAS(0) ? 1 : ahead; // x would stand in line behind more
     sala_gemm_feed feed = {};
     feed.item = (int)blockIdx.x - (int)gridDim.x;
     feed.left = 1;
     feed.slot = -sala_gemm_stage(wide);
     sala_gemm_next(a, wide, &feed);
-    const sala_gemm_feed first = feed;
+    sala_gemm_feed x = feed;
 #pragma unroll 1
-    for (int i = 0; i < ahead; i++) {
+    for (int i = 0; i < early; i++) {
         sala_gemm_copy_weights(a, wide, (int)threadIdx.x, &feed);
         sala_gemm_next(a, wide, &feed);
     }
     sala_wait_grid();
-    sala_gemm_feed x = first;
 #pragma unroll 1
-    for (int i = 0; i < ahead; i++) { // the first group also holds all those weights
+    for (int i = 0; i < ahead; i++) { // the first group also holds the weights before
         sala_gemm_copy_x(a, wide, (int)threadIdx.x, &x);
+        if (i >= early) sala_gemm_copy_weights(a, wide, (int)threadIdx.x, &x);
         sala_copy_commit();
-        if (!SALA_HAS(0) && x.left > 1)
-            x.x += 128, x.left--, x.slot += sala_gemm_stage(wide); // as below, but at once
-        else
-            sala_gemm_next(a, wide, &x);
+        sala_gemm_next(a, wide, &x);
     }
-    return feed;
+    return x;
 }
 
 // 4 bits: the alpha of one of an item's rows.
-SALA_DEVICE float sala_gemm_alpha(const sala_product_args *a, const sala_gemm_item *at, int wide) {
+SALA_DEVICE float sala_gemm_alpha(const sala_product_args *a, const sala_gemm_item *at) {
     const sala_weight *w = &a->gemm.w[at->weight];
-    int rows = sala_gemm_rows(wide), row = at->tile * rows + sala_gemm_thread();
+    int rows = SALA_ROWS, row = at->tile * rows + (int)threadIdx.x;
     int n = (a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1) * w->n;
     return row < n && row < (at->tile + 1) * rows ? w->alpha[row] : 0;
 }
 
-// All items of this block; 4 bits: with at most 16 rows of x, or more. BF16: two blocks of 128 threads
-// a multiprocessor keep 80 KiB of weights in flight (35 suffice for 4.5 TB/s at 1 us). 8 KiB of weights
-// take 420 clocks of an H200 to arrive; with 64 rows of x they cost 384 clocks of shared memory and 105
-// of the tensor cores, with 16 rows 152 and 26; x adds rows / SALA_GEMM_ROWS times the weights' bytes in
-// reads of L2.
-SALA_DEVICE void sala_gemm_run(const sala_product_args *a, bool narrow) {
-    const int wide = narrow ? (a->tokens <= 8 ? 1 : 2) : a->tokens <= 32 ? 4 : 6;
+// All items of this block; `wide` is a constant. BF16: two blocks of 128 threads a multiprocessor keep
+// 80 KiB of weights in flight (35 suffice for 4.5 TB/s at 1 us). 8 KiB of weights take 420 clocks of an H200
+// to arrive; with 64 rows of x they cost 384 clocks of shared memory and 105 of the tensor cores, with 16
+// rows 152 and 26; x adds rows / SALA_ROWS times the weights' bytes in reads of L2 (4 bits: 0.25 to 2 times).
+SALA_DEVICE void sala_gemm_run(const sala_product_args *a, int wide) {
     sala_gemm_feed feed = sala_gemm_begin(a, wide);
 #pragma unroll 1
     for (int item = (int)blockIdx.x; item < a->items; item += (int)gridDim.x) {
-        float total[SALA_WIDEST][2][4] = {};
+        float total[SALA_WIDEST][SALA_TILES][4] = {};
         int from, left = sala_gemm_depth(a, wide, &from);
         sala_gemm_item at = sala_gemm_find(a, item);
-        int layout = SALA_HAS(5) ? sala_gemm_layout(a, at.weight) : 0;
 #if SALA_HAS(0)
         int groups = (a->gemm.rows - at.row - ((int)threadIdx.x >> 5 & 1) * 32 + 7) >> 3;
 #pragma unroll 1
         for (; left > 0; left -= SALA_CHUNK)
-            sala_gemm_chunk(a, &feed, layout, min(left, SALA_CHUNK), wide, groups, total);
-        sala_gemm_store(a, &at, wide, groups, feed.slot, 0, total);
+            sala_gemm_chunk(a, &feed, 0, min(left, SALA_CHUNK), wide, groups, total);
+        sala_gemm_store(a, &at, groups, feed.slot, total);
 #else
-        float alpha = narrow ? sala_gemm_alpha(a, &at, wide) : 0; // well before it is needed
-        if (narrow && wide == 1)
-            sala_gemm_chunk(a, &feed, layout, left, 1, 1, total);
-        else if (narrow)
-            sala_gemm_chunk(a, &feed, layout, left, 2, 2, total);
-        else if (wide == 4)
-            sala_gemm_chunk(a, &feed, layout, left, 4, 4, total);
-        else
-            sala_gemm_chunk(a, &feed, layout, left, 6, 6, total);
+        int layout = SALA_HAS(5) ? sala_gemm_layout(a, at.weight) : 0;
+        float alpha = sala_gemm_alpha(a, &at); // well before it is needed
+        sala_gemm_chunk(a, &feed, layout, left, wide, wide, total);
         at = sala_gemm_find(a, sala_here(item));
-        if (!narrow) alpha = sala_gemm_alpha(a, &at, wide);
-        sala_gemm_store(a, &at, wide, 0, SALA_TEAMS * sala_gemm_ring_bytes(wide), alpha, total);
+        sala_gemm_store(a, &at, wide, alpha, total);
 #endif
     }
 }
 
 #if !SALA_HAS(0)
-// 4 bits and more than 48 rows of x: what bounds a product are the tensor cores and the x that every
+// 4 bits and more rows of x than that: what bounds a product are the tensor cores and the x that every
 // multiprocessor reads of L2. So a block, one a multiprocessor, takes 128 rows of weights and up to 96 of
 // x, in eight warps of 32 rows of weights and `part` (half of them) times 8 rows of x. Weights are
 // widened one run of 32 k ahead of their products. The quarters of k come in the order 0, 2, 1, 3: three
@@ -1325,16 +1324,16 @@ SALA_DEVICE void sala_broad_run(const sala_product_args *a, int part) {
         }
         sala_broad_multiply(a, &feed, layout, block, part, total);
         at = sala_gemm_find(a, sala_here(item));
-        float alpha = sala_gemm_alpha(a, &at, 2 * part);
+        float alpha = sala_gemm_alpha(a, &at);
         SALA_COPY_WAIT(0);
         __syncthreads(); // all have read the last stage
-        if (threadIdx.x < SALA_BROAD_ROWS) result[SALA_BROAD_RESULTS + threadIdx.x] = alpha;
+        if (threadIdx.x < SALA_ROWS) result[threadIdx.x] = alpha;
 #pragma unroll
         for (int i = 0; i < part; i++)
-            sala_gemm_lay(2 * part, total[i], ((int)threadIdx.x >> 7) * part * 8 + i * 8,
+            sala_gemm_lay(total[i], 2, ((int)threadIdx.x >> 7) * part * 8 + i * 8,
                           ((int)threadIdx.x >> 5 & 3) * 32, false, result);
         __syncthreads();
-        sala_gemm_put(a, &at, 2 * part, 0, min(a->gemm.rows - at.row, a->tokens), result);
+        sala_gemm_put(a, &at, 1, 0, min(a->gemm.rows - at.row, a->tokens), result);
         __syncthreads();
     }
 }
@@ -1456,47 +1455,52 @@ SALA_DEVICE void sala_gemm_finish(const sala_product_args *a) {
         a->arrivals[0] = a->arrivals[1] = 0; // the last one out
 }
 
-// y = x w^T for up to four weights; or with SwiGLU behind it (gate and up in turn, eight rows each,
-// so the lane that has a gate has its up); or, k split so that a narrow product feeds all
-// multiprocessors, with residual and norm. Grid: min(items, 2 * multiprocessors). Reads the weights
-// once for every SALA_GEMM_TOKENS (4 bits: SALA_GEMM4_TOKENS) rows of x. Twins:
-// sala__op_gemm, sala__op_gemm_swiglu, sala__op_gemm_norm.
+// y = x w^T for up to four weights; or with SwiGLU behind it (gate and up in turn, eight rows each, so the
+// lane that has a gate has its up); or, k split so that a narrow product feeds all multiprocessors, with
+// residual and norm. Grid: min(items, 2 * multiprocessors); 4 bits: min(items, multiprocessors). Reads the
+// weights once for every SALA_GEMM_TOKENS (4 bits: SALA_GEMM4_TOKENS) rows of x. Twins: sala__op_gemm,
+// sala__op_gemm_swiglu, sala__op_gemm_norm.
 #if SALA_HAS(0)
 extern "C" __global__ void __launch_bounds__(SALA_GEMM_THREADS, 2)
     sala_gemm(const __grid_constant__ sala_product_args a) {
     sala_launch_next();
-    sala_gemm_run(&a, false);
+    sala_gemm_run(&a, 4);
     if (a.kind == SALA_PRODUCT_NORM) sala_gemm_finish(&a);
 }
 #else
 #if SALA_HAS(4)
 #define SALA_NARROW sala_gemm_nvfp4
-#define SALA_NARROW_THREADS SALA_GEMM4_NARROW
 #define SALA_WIDE sala_gemm_nvfp4_wide
 #define SALA_BROAD sala_gemm_nvfp4_broad
 #else
 #define SALA_NARROW sala_gemm_int4
-#define SALA_NARROW_THREADS SALA_GEMM4_THREADS
 #define SALA_WIDE sala_gemm_int4_wide
 #define SALA_BROAD sala_gemm_int4_broad
 #endif
-extern "C" __global__ void __launch_bounds__(SALA_NARROW_THREADS, 512 / SALA_NARROW_THREADS)
+extern "C" __global__ void __launch_bounds__(SALA_GEMM4_NARROW, 1)
     SALA_NARROW(const __grid_constant__ sala_product_args a) {
     sala_launch_next();
-    sala_gemm_run(&a, true);
+    if (a.tokens <= 8)
+        sala_gemm_run(&a, 1);
+    else
+        sala_gemm_run(&a, 2);
     if (a.kind == SALA_PRODUCT_NORM) sala_gemm_finish(&a);
 }
 
-extern "C" __global__ void __launch_bounds__(SALA_GEMM4_THREADS, 2)
+extern "C" __global__ void __launch_bounds__(4 * sala_gemm_team(4), 1)
     SALA_WIDE(const __grid_constant__ sala_product_args a) {
     sala_launch_next();
-    sala_gemm_run(&a, false);
+    if (a.tokens <= 32)
+        sala_gemm_run(&a, 4);
+    else if (SALA_WIDEST > 6 && a.tokens > 48)
+        sala_gemm_run(&a, SALA_WIDEST);
+    else
+        sala_gemm_run(&a, 6);
     if (a.kind == SALA_PRODUCT_NORM) sala_gemm_finish(&a);
 }
 
-// The same with more than SALA_GEMM4_TOKENS rows of x. Grid: min(items, multiprocessors). Reads the
-// weights once for every SALA_BROAD_TOKENS rows of x, and x once for every 128 rows of weights. Twins: as
-// above.
+// The same with tiles of more rows of x (sala__is_broad). Grid: min(items, multiprocessors). Reads weights
+// once for every SALA_BROAD_TOKENS rows of x, x once for every 128 rows of weights. Twins: as above.
 extern "C" __global__ void __launch_bounds__(SALA_GEMM4_THREADS, 1)
     SALA_BROAD(const __grid_constant__ sala_product_args a) {
     sala_launch_next();

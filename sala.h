@@ -7600,6 +7600,7 @@ enum { // values of cuda.h
     SALA__CU_DEVICE_MULTIPROCESSORS = 16,
     SALA__CU_DEVICE_MAJOR = 75,
     SALA__CU_DEVICE_MINOR = 76,
+    SALA__CU_DEVICE_SHARED = 97, // bytes that a block may ask for
     SALA__CU_FUNCTION_MAX_DYNAMIC_SHARED = 8,
     SALA__CU_FUNCTION_CARVEOUT = 9,
     SALA__CU_STREAM_NON_BLOCKING = 1,
@@ -7707,6 +7708,7 @@ typedef struct sala__cuda { // zeroed while closed
     sala__cu_device device;
     char name[256], architecture[16];  // "NVIDIA H200", "sm_90"
     int major, minor, multiprocessors; // compute capability
+    int shared;                        // bytes that a block may ask for
     size_t total_bytes;                // memory of the device
     size_t taken_bytes;                // by sala__cuda_alloc
     sala__cu_context context;          // the primary one, retained
@@ -7821,6 +7823,7 @@ static int sala__cuda_open_device(sala__cuda *c, int ordinal, sala_error *err) {
     c->api.cuDeviceGetAttribute(&c->multiprocessors, SALA__CU_DEVICE_MULTIPROCESSORS, c->device);
     c->api.cuDeviceGetAttribute(&c->major, SALA__CU_DEVICE_MAJOR, c->device);
     c->api.cuDeviceGetAttribute(&c->minor, SALA__CU_DEVICE_MINOR, c->device);
+    c->api.cuDeviceGetAttribute(&c->shared, SALA__CU_DEVICE_SHARED, c->device);
     // Blackwell's desktop chips have their FP4 instructions only under the name with an "a".
     snprintf(c->architecture, sizeof c->architecture, "sm_%d%d%s", c->major, c->minor,
              sala__cuda_has_fp4(c) ? "a" : "");
@@ -8448,6 +8451,7 @@ typedef struct sala__gpu {
     sala__cuda cuda;
     const sala_dims *dims;
     int multiprocessors;
+    int shared;              // bytes that a block may have, or (tests) fewer; see sala_gemm_run
     int rows, seqs;          // bucket of the pass that is being launched
     int tree_slots;          // saved states that the trees need, see sala_gla_verify; 0 for chains
     int early;               // kernels may start while the one before them ends (PDL)
@@ -8685,14 +8689,24 @@ static void sala__launch_row(sala__gpu *g, sala_product_args *a) {
     g->variant = 0;
 }
 
+// More than 16 rows of x, 4 bits: is the kernel with tiles of 96 rows faster than that with up to `most`?
+// As measured on an H200 (hundredths of a millisecond of all layers of the 9B); the bits are the same.
+static int sala__is_broad(int rows, int most) {
+    int tiles = (rows + most - 1) / most, each = (rows + tiles - 1) / tiles;
+    int broad_tiles = (rows + SALA_BROAD_TOKENS - 1) / SALA_BROAD_TOKENS;
+    int broad_each = (rows + broad_tiles - 1) / broad_tiles;
+    return broad_tiles * (broad_each > 64 ? 665 : 555) < tiles * (each > 48 ? 480 : 380);
+}
+
 // A product of verify with weights of one format. Two blocks a multiprocessor take the items in turn,
-// or one block that is twice as large.
+// or, with 4 bits, one block that is twice as large.
 static void sala__launch_verify_product(sala__gpu *g, sala_product_args *a) {
     const sala_weight *w = a->gemm.w;
-    int four = sala__is_4bit(w->format), broad = four && a->gemm.rows > SALA_GEMM4_TOKENS;
-    int tokens = broad ? SALA_BROAD_TOKENS : four ? SALA_GEMM4_TOKENS : SALA_GEMM_TOKENS;
+    int four = sala__is_4bit(w->format), tokens = SALA_GEMM_TOKENS, most = 2 * g->multiprocessors;
+    int broad = four && sala__is_broad(a->gemm.rows, SALA_GEMM4_TOKENS(g->shared));
     int pair = a->kind == SALA_PRODUCT_SWIGLU ? 2 : 1, kernel = SALA__KERNEL_gemm;
-    int rows = SALA_GEMM_ROWS, tiles = 0;
+    int rows = SALA_GEMM_ROWS, tiles = 0, shared = SALA_GEMM_SHARED;
+    if (four) tokens = broad ? SALA_BROAD_TOKENS : SALA_GEMM4_TOKENS(g->shared);
     a->splits = a->kind == SALA_PRODUCT_NORM    ? sala_gemm_splits(w->n, w->k)
                 : a->kind == SALA_PRODUCT_PARTS ? a->gemm.splits
                                                 : 1;
@@ -8702,17 +8716,16 @@ static void sala__launch_verify_product(sala__gpu *g, sala_product_args *a) {
     if (four) { // as many rows of x in each tile, in groups of eight
         a->tokens = ((a->gemm.rows + a->row_tiles - 1) / a->row_tiles + 7) / 8 * 8;
         kernel = w->format == SALA_NVFP4 ? SALA__KERNEL_gemm_nvfp4 : SALA__KERNEL_gemm_int4;
-        if (kernel == SALA__KERNEL_gemm_nvfp4 && a->tokens <= 16) rows *= 2;
-        if (a->tokens > 16) kernel++; // gemm_..._wide
-        if (broad) kernel++, rows *= 2;
+        kernel += broad ? 2 : a->tokens > 16; // gemm_..._broad, gemm_..._wide
+        shared = !broad && a->tokens > 16 ? g->shared : SALA_GEMM4_SHARED;
+        rows = SALA_GEMM4_ROWS;
+        most = g->multiprocessors;
     }
     for (int i = 0; i < a->gemm.count; i++)
         tiles += a->tiles[i] = (pair * w[i].n + rows - 1) / rows;
     a->items = tiles * a->splits * a->row_tiles;
-    int most = 2 * SALA_GEMM_ROWS / rows * g->multiprocessors;
     g->variant = a->kind;
-    sala__launch(g, kernel, (unsigned)(a->items < most ? a->items : most), 1, 1,
-                 four ? SALA_GEMM4_SHARED : SALA_GEMM_SHARED, a);
+    sala__launch(g, kernel, (unsigned)(a->items < most ? a->items : most), 1, 1, (size_t)shared, a);
     g->variant = 0;
 }
 
@@ -9059,16 +9072,18 @@ static void sala__gpu_dims_option(const sala_dims *m, char out[1024]) {
 #define SALA__GPU_UNITS 8
 
 static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) { // inside enter
-    char dims_option[1024];
-    const char *options[3] = {dims_option};
+    char dims_option[1024], shared_option[48];
+    const char *options[4] = {dims_option, shared_option};
     const int trace = getenv("SALA_TRACE") != NULL; // see tools/bench_gpu.c
     if (!g->units) g->units = 7;                    // without 4-bit weights
     g->dims = dims;
     g->multiprocessors = g->cuda.multiprocessors;
     g->early = 1;
+    if (!g->shared) g->shared = g->cuda.shared;
+    snprintf(shared_option, sizeof shared_option, "-DSALA_TEAMS_SHARED=%d", g->shared);
     sala__gpu_dims_option(dims, dims_option);
     double start = sala__now();
-    int count = 1;
+    int count = 2;
     if (trace) options[count++] = "-DSALA_TRACE";
     if (g->fp4) options[count++] = g->fp4 == 1 ? "-DSALA_FP4=1" : "-DSALA_FP4=0";
     int code = sala__cuda_compile(&g->cuda, options, count, g->units, err);
@@ -9078,8 +9093,10 @@ static int sala__gpu_open(sala__gpu *g, const sala_dims *dims, sala_error *err) 
     for (int i = 0; i < SALA__KERNEL_COUNT && code == 0; i++) {
         unsigned unit = sala__kernels[i].unit, before = g->units & ((1u << unit) - 1);
         int module = __builtin_popcount(before); // units are loaded in order
+        int wide = i == SALA__KERNEL_gemm_nvfp4_wide || i == SALA__KERNEL_gemm_int4_wide;
+        unsigned most = wide ? (unsigned)g->shared : SALA__SHARED_MOST;
         if (g->units >> unit & 1)
-            code = sala__cuda_get_kernel(&g->cuda, module, sala__kernels[i].name, SALA__SHARED_MOST,
+            code = sala__cuda_get_kernel(&g->cuda, module, sala__kernels[i].name, most,
                                          &g->kernels[i], err);
     }
     return code;

@@ -8,6 +8,7 @@ static sala__gpu *const gpu = &device_gpu; // for the launchers
 static sala_dims device_dims;
 static int device_is_open;
 static int device_fp4;        // see sala__gpu
+static int device_shared;     // the same
 static unsigned device_units; // what most tests of a program need, see device_open_units
 
 // Which libraries stand for the driver and the compiler. 0: neither GPU nor simulator is there.
@@ -46,6 +47,7 @@ static inline void device_open_units(const sala_dims *dims, unsigned units) {
     device_dims = *dims;
     gpu->units = units;
     gpu->fp4 = device_fp4;
+    gpu->shared = device_shared;
     device_must(sala__cuda_open(&env, ordinal ? atoi(ordinal) : 0, &gpu->cuda, &err), &err);
     device_must(sala__cuda_enter(&gpu->cuda, &err), &err);
     device_must(sala__gpu_open(gpu, &device_dims, &err), &err);

@@ -642,7 +642,7 @@ static void test_gemm_4bit(int layout) {
         test_gemm_due_case(1, 2048, 256, 200);
         test_gemm_due_case(2, 2048, 320, 200);
     }
-    if (layout == GEMM_NVFP4) test_gemm_every_count(105, 448, 136);
+    if (layout == GEMM_NVFP4) test_gemm_every_count(105, 704, 136);
     if (layout == GEMM_NVFP4) test_gemm_alone_case(70, 60, 10, 64, 64);
     gemm_end();
     gemm_layout = GEMM_BF16;
@@ -650,6 +650,14 @@ static void test_gemm_4bit(int layout) {
 
 static inline void test_gemm_nvfp4(void) {
     test_gemm_4bit(GEMM_NVFP4);
+}
+
+// Where a block may have less shared memory.
+static inline void test_gemm_small(void) {
+    device_shared = SALA__SHARED_MOST;
+    test_gemm_4bit(GEMM_NVFP4);
+    test_gemm_4bit(GEMM_INT4);
+    device_shared = 0;
 }
 
 static inline void test_gemm_int4(void) {

@@ -20,6 +20,7 @@ int main(int argc, char **argv) {
                                         TEST(test_gemm_alone),
                                         TEST(test_gemm_nan),
                                         TEST(test_gemm_nvfp4),
+                                        TEST(test_gemm_small),
                                         TEST(test_gemm_int4),
                                         TEST(test_gla_verify_twin),
                                         TEST(test_gla_verify_trees),

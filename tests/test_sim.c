@@ -254,7 +254,7 @@ static void device(void) {
     CHECK(!strcmp(name, "sala simulator"), "%s", name);
     CHECK(cuDeviceGetAttribute(&value, 75, 0) == 0 && value == 9, "%d", value);
     CHECK(cuDeviceGetAttribute(&value, 76, 0) == 0 && value == 0, "%d", value);
-    CHECK(cuDeviceGetAttribute(&value, 97, 0) == 0 && value == 101376, "%d", value);
+    CHECK(cuDeviceGetAttribute(&value, 97, 0) == 0 && value == 232448, "%d", value);
     CHECK(cuDeviceGetAttribute(&value, 16, 0) == 0 && value == 4, "%d", value);
     void *popped = NULL;
     CHECK(cuCtxPopCurrent_v2(&popped) == 0 && popped == context, " ");
@@ -292,7 +292,7 @@ static void indices(void) {
     c.shared = 65536; // more than was allowed
     CHECK(cuLaunchKernelEx(&c, function, params, NULL) == 1, " ");
     CHECK(cuFuncSetAttribute(function, 8, 65536) == 0, " ");
-    CHECK(cuFuncSetAttribute(function, 8, 101377) == 1, " ");
+    CHECK(cuFuncSetAttribute(function, 8, 232449) == 1, " ");
     CHECK(cuLaunchKernelEx(&c, function, params, NULL) == 0, " ");
     CHECK(cuStreamSynchronize(stream) == 0, " ");
     cuMemFree_v2(out);

@@ -635,7 +635,7 @@ static void collective(int kind, int line, unsigned mask, sala_sim_operand *oper
 
 // ---- [5] barriers, copies and waits ----
 
-static const size_t SHARED_LIMIT = 101376, SHARED_GUARD = 4096, SHARED_ALIGNMENT = 1024;
+static const size_t SHARED_LIMIT = 232448, SHARED_GUARD = 4096, SHARED_ALIGNMENT = 1024;
 
 static bool in_shared(const Block *b, const void *p, size_t size);
 
@@ -1452,9 +1452,9 @@ API int cuDeviceGetAttribute(int *value, int attribute, int device) {
         {39, 2048},                                 // threads per multiprocessor
         {40, 1},                                    // async engines
         {41, 1},                                    // unified addressing
-        {81, 102400},                               // shared memory per multiprocessor
+        {81, 233472},                               // shared memory per multiprocessor
         {82, 65536},                                // registers per multiprocessor
-        {97, 101376},                               // shared memory per block, opt in
+        {97, 232448},                               // shared memory per block, opt in
         {106, 32},                                  // blocks per multiprocessor
         {111, 1024},                                // shared memory reserved per block
         {115, 0},                                   // memory pools
