@@ -30,12 +30,12 @@ say "prompts"
 [ -x ./sala ] || make sala >>"$log" 2>&1 &
 builder=$!
 [ -s "$work/prompts.jsonl" ] ||
-    "$python" tools/tiny/draft_data.py train "${SAMPLES:-24000}" "$seed" >"$work/prompts.jsonl"
+    "$python" tools/tiny/draft_data.py train "${SAMPLES:-20000}" "$seed" "${LONG_TEXTS:-8}" >"$work/prompts.jsonl"
 [ -s "$work/bench.jsonl" ] || "$python" tools/tiny/draft_data.py bench "${EACH:-24}" "$seed" >"$work/bench.jsonl"
 wait $builder || { tail -n 3 "$log"; exit 1; }
 
 say "features of the model's own answers" # cut short, whole shards are as good
-timeout -k 10 -s INT "${DUMP_SECONDS:-90}" ./sala dump-features -q -m "$model" --device "$device" --context 8K \
+timeout -k 10 -s INT "${DUMP_SECONDS:-110}" ./sala dump-features -q -m "$model" --device "$device" --context 24K \
     --layers "${LAYERS:-1,6,7}" --data "$work/prompts.jsonl" --out "$work/features" --regenerate --answer-tokens 200 \
     --parallel "${PARALLEL:-128}" --json >>"$log" 2>&1 ||
     [ -e "$work/features/features-00000.safetensors" ] || { tail -n 3 "$log"; exit 1; }
@@ -49,7 +49,8 @@ train() { # NAME RATE SECONDS STEPS OPTIONS...: its log is NAME.log
     [ ! -e "$work/$name/head/config.json" ] || return 0
     # shellcheck disable=SC2086 # several words
     "$python" -u tools/train_draft.py train --data "$work/features" --target "$model" --out "$work/$name" \
-        --seed "$seed" --every "${EVERY:-100}" --length "${LENGTH:-1024}" --rows "${ROWS:-16}" $amount "$@" \
+        --seed "$seed" --every "${EVERY:-100}" --length "${LENGTH:-1024}" --rows "${ROWS:-16}" --long "${LONG:-20480}" \
+        --theta "${THETA:-1e6}" $amount "$@" \
         >>"$work/$name.log" 2>&1
 }
 trained() { # NAME: what its log says

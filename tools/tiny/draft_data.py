@@ -1,7 +1,7 @@
 """Prompts for sala-tiny's draft head: those it is trained with (`sala dump-features --regenerate` has the model
 answer them), and those that tau is measured with, from other seeds. Same arguments, same prompts.
 
-    python3 tools/tiny/draft_data.py train NUMBER [SEED] >prompts.jsonl
+    python3 tools/tiny/draft_data.py train NUMBER [SEED [PERCENT]] >prompts.jsonl   of long texts (8 %)
     python3 tools/tiny/draft_data.py bench EACH [SEED] >bench.jsonl     for `sala bench --spec all --prompts`"""
 import json
 import random
@@ -21,8 +21,20 @@ def retrieval(r, room):
     return gen.task(r, gen.pick(r, ("needle", "needle_word", "qa")), room, True).turns[0][0]
 
 
-def sample(r):
-    """A third stories, a third chat of all kinds, the rest text that repeats itself, and looking things up."""
+def long_talk(r):
+    """Up to four questions about one text of 1,000 to 16,000 tokens; the model answers each before the next."""
+    turns, least = [("", "", "")], 1000 * 12 ** r.random() * gen.CPT
+    while len(turns[0][0]) < least:
+        turns = gen.task(r, gen.pick(r, ("needle", "needle_word", "qa")), 16000).turns[:4]
+    talk = [m for question, answer, _ in turns for m in (("user", question), ("assistant", answer))]
+    return {"messages": [dict(role=role, content=text) for role, text in talk[:-1]]}
+
+
+def sample(r, long):
+    """A third stories, a third chat of all kinds, the rest text that repeats itself, and looking things up; `long`
+    of all look up in long texts."""
+    if r.random() < long:
+        return long_talk(r)
     k = r.random()
     if k < 0.2:
         return {"prompt": prompts.story(r)}
@@ -52,13 +64,14 @@ def bench(each, seed):
 
 
 def main():
-    if len(sys.argv) not in (3, 4) or sys.argv[1] not in ("train", "bench"):
+    if len(sys.argv) not in (3, 4, 5) or sys.argv[1] not in ("train", "bench"):
         sys.exit(__doc__)
     if not all(a.isdigit() for a in sys.argv[2:]):
         sys.exit(__doc__)
-    number, seed = int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) == 4 else 0
+    number, seed = int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0
+    long = int(sys.argv[4]) / 100 if len(sys.argv) > 4 else 0.08
     r = random.Random(gen.EVAL_SEED // 2 + 1000000 * (seed + 1))  # neither the model's training nor its calibration
-    for line in bench(number, seed) if sys.argv[1] == "bench" else (sample(r) for _ in range(number)):
+    for line in bench(number, seed) if sys.argv[1] == "bench" else (sample(r, long) for _ in range(number)):
         print(json.dumps(line, ensure_ascii=False))
 
 
