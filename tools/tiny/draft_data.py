@@ -64,14 +64,14 @@ def bench(each, seed):
 
 
 def main():
-    if len(sys.argv) not in (3, 4, 5) or sys.argv[1] not in ("train", "bench"):
+    kind, words = sys.argv[1:2], sys.argv[2:]
+    if kind not in (["train"], ["bench"]) or not 0 < len(words) < 4 or not all(a.isdigit() for a in words):
         sys.exit(__doc__)
-    if not all(a.isdigit() for a in sys.argv[2:]):
-        sys.exit(__doc__)
-    number, seed = int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0
-    long = int(sys.argv[4]) / 100 if len(sys.argv) > 4 else 0.08
+    number, seed, percent = [int(a) for a in words] + [0, 8][len(words) - 1:]
+    if percent > 100:
+        sys.exit(f"draft_data.py: {percent} of 100 prompts cannot be of long texts")
     r = random.Random(gen.EVAL_SEED // 2 + 1000000 * (seed + 1))  # neither the model's training nor its calibration
-    for line in bench(number, seed) if sys.argv[1] == "bench" else (sample(r, long) for _ in range(number)):
+    for line in bench(number, seed) if kind == ["bench"] else (sample(r, percent / 100) for _ in range(number)):
         print(json.dumps(line, ensure_ascii=False))
 
 
