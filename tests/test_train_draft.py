@@ -558,10 +558,10 @@ class Stopped(Exception):
 
 def test_resume(folder):
     """A run that stopped behind a checkpoint and went on: the same weights, bit for bit, and the same log; BF16, then
-    QAT from its head, whose tensor scales are frozen in the last steps."""
+    QAT from its head, with long rows and another rotation, whose tensor scales are frozen in the last steps."""
     data, save = folder + "-data", td.save
-    write_shard(data, 0, fake_samples(30, 5, 60))
-    for kind in ([], ["--qat", "--init", folder + "-whole/head"]):
+    write_shard(data, 0, fake_samples(30, 5, 60) + fake_samples(4, 6, 600))
+    for kind in ([], ["--qat", "--init", folder + "-whole/head", "--long", "600", "--theta", "1e6"]):
         whole, twice = folder + "-whole" + "q" * len(kind), folder + "-twice" + "q" * len(kind)
         words = ["--steps", "12", "--held", "0.1", *kind]
         run_training(whole, data, *words)
@@ -588,8 +588,10 @@ def test_resume(folder):
         assert logs[0] == logs[1] and len(logs[0]) == 7, [len(x) for x in logs]
         with open(os.path.join(whole, "train.svg")) as f:
             assert f.read().startswith("<svg")
-    with open(os.path.join(whole, "head", "config.json")) as f:
-        assert json.load(f)["quantization_config"]["quant_algo"] == "W4A16_NVFP4"
+        with open(os.path.join(whole, "head", "config.json")) as f:
+            config = json.load(f)
+        assert (config["rope_theta"], config["eagle_config"]["sala_window"]) == ((1e6, 640) if kind else (1e4, 512))
+    assert config["quantization_config"]["quant_algo"] == "W4A16_NVFP4"
     try:
         run_training(whole, data, *words, "--lr", "5e-4")
         raise AssertionError("not refused")

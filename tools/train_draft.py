@@ -429,13 +429,14 @@ def new_head(args, data, samples, embedding):
         heads = t["num_attention_heads"]
         c = dm.Config(t["hidden_size"], args.ffn or t["intermediate_size"], heads,
                       t.get("num_key_value_heads") or heads, t.get("head_dim") or t["hidden_size"] // heads,
-                      t["vocab_size"], len(ids), data.aux or [1, layers // 2 - 1, layers - 4], theta=args.theta)
+                      t["vocab_size"], len(ids), data.aux or [1, layers // 2 - 1, layers - 4])
         head = dm.Head(c, embedding, torch.from_numpy(ids), args.device, args.dtype)
         head.init(args.seed)
     if data.aux and data.aux != list(head.c.aux):
         sys.exit(f"{args.data}: features of layers {data.aux}, but the head reads {list(head.c.aux)}")
     if data.hidden != head.c.hidden:
         sys.exit(f"{args.data}: features of width {data.hidden}, but the target's is {head.c.hidden}")
+    head.c.theta = args.theta or head.c.theta
     head.quantised, head.c.window = args.qat, -(-max(args.long, 512) // 64) * 64
     return head
 
@@ -751,8 +752,8 @@ def main(words=None):
     t.add_argument("--ffn", type=within(int, 0, 1 << 20), default=0, help="width of its MLP (default: the target's)")
     t.add_argument("--offset", type=within(int, 0, 1 << 30), default=524288,
                    help="positions are trained up to here; 0: no offsets")
-    t.add_argument("--theta", type=within(float, 1, 1e12), default=10000.0,
-                   help="of its rotation; keys are found over about as many tokens (%(default)g)")
+    t.add_argument("--theta", type=within(float, 1, 1e12),
+                   help="of its rotation; keys are found over about as many tokens (10000, or that of --init)")
     t.add_argument("--init", help="begin with this head, whose vocabulary is kept")
     t.add_argument("--qat", action="store_true", help="weights as NVFP4 has them, and the head as NVFP4")
     t.add_argument("--held", type=within(float, 1e-6, 0.5), default=HELD,

@@ -1,7 +1,8 @@
 """Prompts for sala-tiny's draft head: those it is trained with (`sala dump-features --regenerate` has the model
 answer them), and those that tau is measured with, from other seeds. Same arguments, same prompts.
 
-    python3 tools/tiny/draft_data.py train NUMBER [SEED [PERCENT]] >prompts.jsonl   of long texts (8 %)
+    python3 tools/tiny/draft_data.py train NUMBER [SEED] >prompts.jsonl
+    python3 tools/tiny/draft_data.py long NUMBER [SEED] >long.jsonl    questions about texts of up to 16,000 tokens
     python3 tools/tiny/draft_data.py bench EACH [SEED] >bench.jsonl     for `sala bench --spec all --prompts`"""
 import json
 import random
@@ -22,19 +23,16 @@ def retrieval(r, room):
 
 
 def long_talk(r):
-    """Up to four questions about one text of 1,000 to 16,000 tokens; the model answers each before the next."""
+    """Up to six questions about one text of 1,000 to 16,000 tokens; the model answers each before the next."""
     turns, least = [("", "", "")], 1000 * 12 ** r.random() * gen.CPT
     while len(turns[0][0]) < least:
-        turns = gen.task(r, gen.pick(r, ("needle", "needle_word", "qa")), 16000).turns[:4]
+        turns = gen.task(r, gen.pick(r, ("needle", "needle_word", "qa")), 16000).turns[:6]
     talk = [m for question, answer, _ in turns for m in (("user", question), ("assistant", answer))]
     return {"messages": [dict(role=role, content=text) for role, text in talk[:-1]]}
 
 
-def sample(r, long):
-    """A third stories, a third chat of all kinds, the rest text that repeats itself, and looking things up; `long`
-    of all look up in long texts."""
-    if r.random() < long:
-        return long_talk(r)
+def sample(r):
+    """A third stories, a third chat of all kinds, the rest text that repeats itself, and looking things up."""
     k = r.random()
     if k < 0.2:
         return {"prompt": prompts.story(r)}
@@ -64,14 +62,14 @@ def bench(each, seed):
 
 
 def main():
-    kind, words = sys.argv[1:2], sys.argv[2:]
-    if kind not in (["train"], ["bench"]) or not 0 < len(words) < 4 or not all(a.isdigit() for a in words):
+    kinds, words = {"train": sample, "long": long_talk, "bench": None}, sys.argv[2:]
+    if len(words) not in (1, 2) or sys.argv[1] not in kinds or not all(a.isdigit() for a in words):
         sys.exit(__doc__)
-    number, seed, percent = [int(a) for a in words] + [0, 8][len(words) - 1:]
-    if percent > 100:
-        sys.exit(f"draft_data.py: {percent} of 100 prompts cannot be of long texts")
+    number, seed, make = int(words[0]), int(words[1]) if len(words) == 2 else 0, kinds[sys.argv[1]]
     r = random.Random(gen.EVAL_SEED // 2 + 1000000 * (seed + 1))  # neither the model's training nor its calibration
-    for line in bench(number, seed) if kind == ["bench"] else (sample(r, percent / 100) for _ in range(number)):
+    if make is long_talk:
+        r.seed(gen.EVAL_SEED // 2 + 1000000 * (seed + 1) + 500000)
+    for line in (make(r) for _ in range(number)) if make else bench(number, seed):
         print(json.dumps(line, ensure_ascii=False))
 
 
