@@ -339,7 +339,9 @@ static int run_generate(cli_args *a, sala *engine, run_input *in) {
         if (g.save && g.sequence && g.finish_reason != SALA_FINISH_CANCELLED) {
             int unsaved = save(engine, g.sequence, g.save);
             if (unsaved) code = unsaved;
-        }
+        } else if (g.save && code == CLI_OK) // only a C program saves such requests
+            code = cli_fail(CLI_OUTPUT, "%s: not saved: the request in %s keeps no sequence",
+                            g.save, in->load);
         if (g.logprobs) fflush(g.logprobs);
         if (g.finish_reason && a->json) run_json(a, &g, in, logprobs);
         // A text ends with a newline, but for one that another run may continue: its pieces join.
@@ -536,6 +538,8 @@ static void chat_stats(const chat *c) {
 // Returns an exit code.
 static int chat_save(const chat *c, const char *path) {
     int code = c->sequence ? save(c->engine, c->sequence, path) : CLI_OK;
+    if (code == CLI_OK && c->owed.size)
+        fprintf(stderr, "sala: warning: %s has no more of the last message than was read\n", path);
     if (code != CLI_OK || cli_quiet) return code;
     if (c->sequence)
         fprintf(stderr, "The conversation of %lld tokens is in %s.\n", (long long)c->length, path);

@@ -167,7 +167,8 @@ typedef struct sala_options {
     const char *spec;      // "auto" (default: what is there and pays), "off", "ngram", "eagle"
     const char *draft;     // folder of an EAGLE-3 head (synthetic: its config.json); NULL: none
     const char *spec_tree; // "depth,topk,nodes" of all trees, as "7,2,15"; NULL: by load
-    int draft_window; // tokens that the draft head sees at most, a multiple of 64; default 32768
+    int draft_window; // tokens that the draft head sees at most, a multiple of 64; default: as many
+                      // as it was trained with, if its config says so (sala_window), or 32768
     // Tests and benchmarks: drafts are made at full cost, then their tokens replaced, from
     // sala_request.guess: "oracle" or "oracle:P" (a level is right with P percent), "random",
     // "adversarial" (the right token comes last among its siblings).
@@ -1525,6 +1526,7 @@ typedef struct sala__config {
     int32_t raw_output;  // 1: logits of the feature without the final norm
     int32_t fc_bias;     // of the file, as the next two: 1: it has one
     int32_t own_embed;   // 1: the file's embedding; 0: the target's
+    int32_t window;      // tokens that it was trained to see at most
     int32_t own_head;    // 1: the file's head; 0: the target's
     float *frequency;    // [head_dim / 2] of its rotary table
 } sala__config;
@@ -2008,6 +2010,8 @@ static int sala__draft_config_parse(const sala__env *env, const sala__json *j, c
     sala__fields inner = sala__fields_or_none(&f, "eagle_config", "eagle_config.");
     sala__draft_refusals(&inner);
     sala__draft_aux(&inner, env, target->dims.layers, c->aux);
+    c->window = sala__field_int_or_null(&inner, "sala_window", 32768, 512, 1 << 20);
+    if (c->window % 64) sala__field_refuse(&inner, "sala_window", "a multiple of 64");
     f.code = inner.code;
     sala__draft_shape(&f, env, target, c);
     if (f.code < 0) return f.code;
@@ -10239,7 +10243,6 @@ static int sala__default_options(sala *s, const sala_options *options, sala_erro
             "kv-tokens (%lld) is less than one context (%lld): raise it or lower context",
             (long long)o->kv_tokens, (long long)o->context);
     if (!o->chunk) o->chunk = 2048;
-    if (!o->draft_window) o->draft_window = 32768;
     return 0;
 }
 
@@ -10306,6 +10309,7 @@ static int sala__read_draft(sala *s, sala_error *err) {
     sala__release(&s->env, file);
     if (code < 0) return code;
     s->has_draft = 1;
+    if (!s->options.draft_window) s->options.draft_window = c->window;
     if (s->options.synthetic) return sala__synthetic_plan(&s->env, c, w, &s->options, err);
     if ((code = sala__scheme_files_read(&s->env, path, c, err)) < 0) return code;
     if ((code = sala__checkpoint_open(&s->env, path, &s->draft_checkpoint, err)) < 0) return code;
@@ -10759,14 +10763,14 @@ sala__state_traffic(const sala *s) { // bytes of lightning state that one token 
     return 2 * (int64_t)s->plan.state * 4 * s->lightning_layers;
 }
 
-// What the draft head is: "437 M parameters, NVFP4, layers 1 15 28".
+// What the draft head is: "437 M parameters, NVFP4, layers 1 15 28, window 32768".
 static void sala__draft_text(sala *s, char out[160]) {
     char format[64], kinds[160];
     const int32_t *aux = s->draft_config.aux;
     double parameters = (double)s->draft_weights.parameters;
     sala__formats_name(&s->draft_config, &s->draft_weights, format, kinds);
-    snprintf(out, 160, "%.*f M parameters, %s, layers %d %d %d%s%s", parameters < 1e7,
-             parameters / 1e6, format, aux[0], aux[1], aux[2],
+    snprintf(out, 160, "%.*f M parameters, %s, layers %d %d %d, window %d%s%s", parameters < 1e7,
+             parameters / 1e6, format, aux[0], aux[1], aux[2], s->options.draft_window,
              s->draft_config.own_embed ? ", own embedding" : "",
              s->draft_config.own_head ? "" : ", the model's head");
 }

@@ -865,7 +865,9 @@ t_dump_usage() {
         says 'three rising ones of the 8' &&
         exits 2 dump-features -q --data "$work/d" --out "$work/f" --max-tokens 50 --context 50 && says 'context of 51' &&
         exits 3 dump-features -q --data "$work/d" --out "$work/none/f" && says 'cannot make the folder' &&
-        exits 3 dump-features -q --data "$work/d" --out "$work/d" && says 'cannot open' && silent
+        exits 3 dump-features -q --data "$work/d" --out "$work/d" && says 'cannot open' && silent &&
+        echo '{"tokens": [5, 6], "loss_mask": [0, 0]}' >"$work/d" && exits 1 dump-features -q --data "$work/d" --out "$work/f" --json &&
+        silent && says "$work/d: no token of its samples is under loss" && lines 1 "$work/err"
 }
 t_dump_hostile() { # each line is refused by its number, before anything is written
     n=0

@@ -158,6 +158,8 @@ static void config_faults(void) {
         {"[1,3,5]", "[2,3,9]", "three rising layers"},
         {"[1,3,5]", "[1,\"3\",5]", "three rising layers"},
         {"[1,3,5]", "[1,3]", "expected three rising layers"},
+        {"\"use_aux", "\"sala_window\":448,\"use_aux", "eagle_config.sala_window is 448"},
+        {"\"use_aux", "\"sala_window\":1000,\"use_aux", "expected a multiple of 64"},
         {"[1,3,5]", "7", "eagle_config.eagle_aux_hidden_state_layer_ids is 7"},
         {"\"rope_scaling\":null", "\"rope_scaling\":{\"rope_type\":\"longrope\"}",
          "rope_scaling.rope_type is \"longrope\"; expected default linear llama3 yarn"},
@@ -615,7 +617,8 @@ static void engine(void) {
     sala_options o = engine_options(folder);
     int code = sala_plan(SALA_TINY, &o, &with, &err);
     CHECK(code == 0, "%s", err.text);
-    CHECK(strcmp(with.draft, "1.0 M parameters, BF16, layers 1 3 5") == 0, "\"%s\"", with.draft);
+    CHECK(strcmp(with.draft, "1.0 M parameters, BF16, layers 1 3 5, window 32768") == 0, "\"%s\"",
+          with.draft);
     CHECK(with.draft_weight_bytes == 2 * m.weights.parameters, "%lld bytes",
           (long long)with.draft_weight_bytes);
     o.spec = "off";
@@ -677,7 +680,7 @@ static void synthetic(void) {
     if (!f) die(folder, "cannot write");
     fputs("{\"draft_vocab_size\":40,\"intermediate_size\":96,\"num_attention_heads\":2,"
           "\"num_key_value_heads\":1,"
-          "\"eagle_config\":{\"eagle_aux_hidden_state_layer_ids\":[1,2,4]}}",
+          "\"eagle_config\":{\"eagle_aux_hidden_state_layer_ids\":[1,2,4],\"sala_window\":1024}}",
           f);
     fclose(f);
     char path[1024];
@@ -702,7 +705,14 @@ static void synthetic(void) {
             CHECK(w->target_ids[t] > w->target_ids[t - 1] && w->target_ids[t] < info.vocab, "ids");
         CHECK(sala_check_weights(s, &err) == 0, "%s", err.text);
         CHECK(info.draft_weight_bytes == w->bytes && info.draft_weight_bytes > 0, "bytes");
+        CHECK(strstr(info.draft, ", window 1024") && s->options.draft_window == 1024,
+              "trained with 1,024 tokens, but \"%s\"", info.draft);
         sala_close(s);
+        o.draft_window = 128;
+        CHECK(sala_plan(TINY_CONFIG, &o, &info, &err) == 0 && strstr(info.draft, ", window 128"),
+              "asked for 128, but \"%s\"", info.draft);
+        o.draft_window = 0;
+        sala_plan(TINY_CONFIG, &o, &info, &err);
         o.memory_limit = info.total_bytes - 1;
         CHECK(sala_plan(TINY_CONFIG, &o, &info, &err) == SALA_E_MEMORY &&
                   strstr(err.text, "draft head"),

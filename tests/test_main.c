@@ -286,5 +286,29 @@ static void chat_interrupted(void) {
     cli_free(&rendered);
 }
 
+// A request of a C program that keeps no sequence: what ended it cannot be saved, and that is said.
+static void unkept(void) {
+    char folder[] = "/tmp/test-main-XXXXXX", from[64], to[64];
+    sala_error err;
+    sala_request ask = {0};
+    CHECK(mkdtemp(folder), "%s", folder);
+    snprintf(from, sizeof from, "%s/from", folder);
+    snprintf(to, sizeof to, "%s/to", folder);
+    sala_options o = {0};
+    o.device = "cpu";
+    sala *s = sala_open("models/sala-tiny", &o, &err);
+    CHECK(s, "%s", err.text);
+    ask.text = "Once upon a time";
+    ask.max_tokens = 3;
+    int64_t id = sala_submit(s, &ask, &err);
+    CHECK(sala_step(s, &err) > 0 && sala_save(s, id, from, &err) == 0, "%s", err.text);
+    sala_close(s);
+    char *run[] = {"sala", "run",    "-q", "-m", "models/sala-tiny", "--device", "cpu", "--load",
+                   from,   "--save", to,   NULL};
+    CHECK(dispatch(11, run) == CLI_OUTPUT && access(to, F_OK) != 0, "saved in silence");
+    unlink(from);
+    rmdir(folder);
+}
+
 TEST_MAIN(TEST(json_text), TEST(numbers), TEST(distances), TEST(letters), TEST(scores), TEST(loops),
-          TEST(chat_tokens), TEST(chat_interrupted))
+          TEST(chat_tokens), TEST(chat_interrupted), TEST(unkept))

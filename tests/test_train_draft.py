@@ -403,20 +403,27 @@ def test_batches(folder):
             assert (batch["position"][r, at:at + n].numpy() == first + np.arange(n)).all()
             same(batch["features"][r, at:at + n].float().numpy(),
                  dm.as_tensor("BF16", s["features"][begin:end]).float().numpy())
-            same(batch["hidden"][r, at:at + n].float().numpy(),
-                 dm.as_tensor("BF16", s["hidden"][begin:end]).float().numpy())
             for t in range(n):
                 steps = 0
                 while steps < td.STEPS and t + 2 + steps < n and s["loss_mask"][begin + t + 2 + steps]:
                     steps += 1
                 if steps:
                     want[at + t] = steps
+                for k in range(steps):
+                    slot = batch["slots"][r].tolist().index(at + t)
+                    same(batch["hidden"][r, batch["taught"][r, k, slot]].float().numpy(),
+                         dm.as_tensor("BF16", s["hidden"][begin + t + 1 + k]).float().numpy())
             at += n
         got = {int(t): int(batch["alive"][r, :, i].sum()) for i, t in enumerate(batch["slots"][r])
                if batch["alive"][r, 0, i]}
         assert got == want
-    args = td.argparse.Namespace(seed=3, length=64, rows=3, offset=0)
+    args = td.argparse.Namespace(seed=3, length=64, long=128, rows=3, offset=0, device="cpu")
+    pieces = data.pieces(data.samples, 128)
     feed, seen = td.Feed(data, pieces, args), 0
+    assert {n for _, n in feed.batches} == {64, 128}
+    for rows, length in feed.batches:
+        assert length == 64 or all(64 < p[2] - p[1] <= 128 for row in rows for p in row)
+        assert all(sum(p[2] - p[1] for p in row) <= length for row in rows)
     while seen == 0 or feed.state[0] == 0:
         seen += int((feed.next()["segment"] > 0).sum())
     assert seen == sum(p[2] - p[1] for p in pieces)
@@ -573,10 +580,10 @@ class Stopped(Exception):
 
 def test_resume(folder):
     """A run that stopped behind a checkpoint and went on: the same weights, bit for bit, and the same log; BF16, then
-    QAT from its head, whose tensor scales are frozen in the last steps."""
+    QAT from its head, with long rows and another rotation, whose tensor scales are frozen in the last steps."""
     data, save = folder + "-data", td.save
-    write_shard(data, 0, fake_samples(30, 5, 60))
-    for kind in ([], ["--qat", "--init", folder + "-whole/head"]):
+    write_shard(data, 0, fake_samples(30, 5, 60) + fake_samples(4, 6, 600))
+    for kind in ([], ["--qat", "--init", folder + "-whole/head", "--long", "600", "--theta", "1e6"]):
         whole, twice = folder + "-whole" + "q" * len(kind), folder + "-twice" + "q" * len(kind)
         words = ["--steps", "12", "--held", "0.1", *kind]
         run_training(whole, data, *words)
@@ -603,8 +610,10 @@ def test_resume(folder):
         assert logs[0] == logs[1] and len(logs[0]) == 7, [len(x) for x in logs]
         with open(os.path.join(whole, "train.svg")) as f:
             assert f.read().startswith("<svg")
-    with open(os.path.join(whole, "head", "config.json")) as f:
-        assert json.load(f)["quantization_config"]["quant_algo"] == "W4A16_NVFP4"
+        with open(os.path.join(whole, "head", "config.json")) as f:
+            config = json.load(f)
+        assert (config["rope_theta"], config["eagle_config"]["sala_window"]) == ((1e6, 640) if kind else (1e4, 512))
+    assert config["quantization_config"]["quant_algo"] == "W4A16_NVFP4"
     try:
         run_training(whole, data, *words, "--lr", "5e-4")
         raise AssertionError("not refused")
@@ -641,7 +650,7 @@ def test_interrupted(folder):
 def test_defaults():
     """The batch of a small set; the steps that --minutes makes of a clock."""
     for count, length, want in ((180, 100, (256, 4)), (20, 90, (256, 1)), (9000, 1500, (1536, 8)), (300, 9000, (2048, 8))):
-        args = types.SimpleNamespace(length=None, rows=None)
+        args = types.SimpleNamespace(length=None, rows=None, long=0)
         td.batch_size(types.SimpleNamespace(samples=[(0, 7, 7 + length)] * count), args)
         assert (args.length, args.rows) == want, (count, args)
     clock, now = td.time.time, [1000.0]
@@ -679,7 +688,7 @@ def test_engine_tau(folder):
     shards, matrix = td.Shards(data), td.target_head(MODEL).float()
     assert td.agreement(shards, shards.samples, matrix, "cpu") >= 0.99
     head = dm.load(os.path.join(folder, "head"), embedding())
-    args = td.argparse.Namespace(length=128, rows=2)
+    args = td.argparse.Namespace(length=128, long=128, rows=2)
     foreseen = td.examine(head, matrix, shards, shards.pieces(shards.samples[:2], 128), args)["tau_greedy"]
     e = Engine(os.path.join(folder, "head"), "7,1,8")
     tokens = verifies = 0

@@ -417,7 +417,8 @@ static const cli_option cli_engine[] = {
     {0, "draft", "DIR", "folder of an EAGLE-3 draft head (with --synthetic its config.json)"},
     {0, "spec-tree", "D,K,N",
      "its trees: depth, candidates a node, nodes (default: 7,2,15, less under load)"},
-    {0, "draft-window", "N", "tokens that it sees at most (default 32768)"},
+    {0, "draft-window", "N",
+     "tokens that it sees at most (default: as it was trained, else 32768)"},
     {0, "reuse", "KIND",
      "what a prompt may begin with: prefix (of an earlier prompt; default but for run, logits and "
      "bench), history (also a kept conversation), off"},

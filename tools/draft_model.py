@@ -163,6 +163,7 @@ class Config:
     aux: list  # the layers whose outputs it reads
     eps: float = 1e-6
     theta: float = 10000.0
+    window: int = 0  # tokens that it was trained to see at most
 
 
 def shapes(c):
@@ -350,6 +351,8 @@ def export(head, folder, fmt, note=None):
                 eagle_config=dict(eagle_aux_hidden_state_layer_ids=c.aux, use_aux_hidden_state=True))
     if c.aux[0] != 1:  # the key's usual meaning depends on its first number: see sala__draft_aux
         text["eagle_config"] = dict(sala_output_layers=c.aux, use_aux_hidden_state=True)
+    if c.window:
+        text["eagle_config"]["sala_window"] = c.window
     if fmt == "nvfp4":
         text["quantization_config"] = dict(quant_method="modelopt", quant_algo="W4A16_NVFP4", group_size=16)
     os.makedirs(folder, exist_ok=True)
@@ -366,7 +369,7 @@ def load(folder, embedding, device="cpu", dtype=torch.float32):
     c = Config(t["hidden_size"], t["intermediate_size"], t["num_attention_heads"], t["num_key_value_heads"],
                t["head_dim"], t["vocab_size"], t["draft_vocab_size"],
                eagle.get("sala_output_layers") or eagle["eagle_aux_hidden_state_layer_ids"],
-               t["rms_norm_eps"], t["rope_theta"])
+               t["rms_norm_eps"], t["rope_theta"], eagle.get("sala_window", 0))
     tensors, _ = read_safetensors(os.path.join(folder, "model.safetensors"))
     if "fc.weight_scale" in tensors:
         raise ValueError(f"{folder}: its weights are NVFP4; training begins with those in BF16")

@@ -782,6 +782,8 @@ static int dump_all(dump_job *job) {
         code = dump_shard(job);
     }
     cli_progress_clear();
+    if (code == CLI_OK && !job->shards)
+        return cli_fail(CLI_FAILED, "%s: no token of its samples is under loss", job->data);
     job->sums[3] += code == CLI_OK ? trailing : 0; // behind the last shard
     if (code == CLI_OK) dump_report(job, before);
     if (code > 128)

@@ -174,6 +174,17 @@ def pack(pieces, length):
     return rows
 
 
+def batches(pieces, args):
+    """Rows in batches, in the order given: pieces that fit into --length `rows` at once, the longer ones in rows of
+    --long tokens, a quarter as many (but of a long row most tokens cost only K and V)."""
+    out = []
+    for length, most in ((args.length, args.rows), (args.long, max(1, args.rows // 4))):
+        fit = [p for p in pieces if (p[2] - p[1] <= args.length) == (length == args.length)]
+        rows = pack(fit, length)
+        out += [(rows[i:i + most], length) for i in range(0, len(rows), most)]
+    return out
+
+
 def place(first, n, draw, limit):
     """Positions of a piece (speculation.md 6.4). A quarter where they are; else all but the first four of a text by
     one offset further, half of the offsets log-uniform; a quarter without the anchor, as texts look that lost their
@@ -187,15 +198,16 @@ def place(first, n, draw, limit):
     return position + np.where((position < ANCHOR) & (kind < 0.75), 0, offset)
 
 
-def assemble(data, rows, length, draw, limit):
-    """A batch on the host: ids, features, hidden, segment (0: padding), position [B, T ..]; slots [B, S] and alive
-    [B, K, S]: slot t of step k guesses token t + 2 + k, which must be of the same piece and under loss."""
+def assemble(data, rows, length, draw, limit, pinned=False):
+    """A batch on the host: ids, features, segment (0: padding), position [B, T ..]; slots [B, S] and alive [B, K, S]:
+    slot t of step k guesses token t + 2 + k, which must be of the same piece and under loss. hidden [B, P, H] is of the
+    tokens before the guessed ones alone, and taught [B, K, S] says which of them each guess has."""
     b, h = len(rows), data.hidden
     ids, mask = np.zeros((b, length), np.int64), np.zeros((b, length), bool)
     segment, position = np.zeros((b, length), np.int64), np.zeros((b, length), np.int64)
-    features = torch.zeros(b, length, 3 * h, dtype=torch.bfloat16)
-    hidden = torch.zeros(b, length, h, dtype=torch.bfloat16)
-    to_features, to_hidden = (x.view(torch.int16).numpy().view(np.uint16) for x in (features, hidden))
+    features = torch.empty(b, length, 3 * h, dtype=torch.bfloat16, pin_memory=pinned)
+    bits = lambda x: x.view(torch.int16).numpy().view(np.uint16)
+    to_features, source = bits(features), np.zeros((b, length), np.int64)
     for r, row in enumerate(rows):
         at = 0
         for i, (shard, begin, end, first) in enumerate(row):
@@ -203,10 +215,11 @@ def assemble(data, rows, length, draw, limit):
             ids[r, at:at + n] = s["ids"][begin:end]
             mask[r, at:at + n] = s["loss_mask"][begin:end] != 0
             to_features[r, at:at + n] = s["features"][begin:end]
-            to_hidden[r, at:at + n] = s["hidden"][begin:end]
+            source[r, at:at + n] = begin + np.arange(n)
             segment[r, at:at + n] = i + 1
             position[r, at:at + n] = place(first, n, draw, limit)
             at += n
+        to_features[r, at:] = 0
     alive = np.zeros((b, STEPS, length), bool)
     for k in range(STEPS):
         alive[:, k, :-2 - k] = mask[:, 2 + k:] & (segment[:, 2 + k:] == segment[:, :-2 - k])
@@ -218,8 +231,18 @@ def assemble(data, rows, length, draw, limit):
         t = np.nonzero(alive[r, 0])[0]
         slots[r, :len(t)] = t
         kept[r, :, :len(t)] = alive[r][:, t]
-    tensors = [torch.from_numpy(x) for x in (ids, segment, position, slots, kept)]
-    return dict(zip(("ids", "segment", "position", "slots", "alive"), tensors), features=features, hidden=hidden)
+    before = np.minimum(slots[:, None] + 1 + np.arange(STEPS)[:, None], length - 1)
+    read = [np.unique(before[r][kept[r]]) for r in range(b)]
+    hidden = torch.zeros(b, max(1, max(len(x) for x in read)), h, dtype=torch.bfloat16)
+    taught = np.zeros(kept.shape, np.int64)
+    for r, row in enumerate(rows):
+        taught[r] = np.where(kept[r], np.searchsorted(read[r], before[r]), 0)
+        for i, (shard, *_) in enumerate(row):
+            which = np.nonzero(segment[r, read[r]] == i + 1)[0]
+            bits(hidden)[r, which] = data.shards[shard]["hidden"][source[r, read[r][which]]]
+    tensors = [torch.from_numpy(x) for x in (ids, segment, position, slots, kept, taught)]
+    names = ("ids", "segment", "position", "slots", "alive", "taught")
+    return dict(zip(names, tensors), features=features, hidden=hidden)
 
 
 class Feed:
@@ -228,26 +251,27 @@ class Feed:
     def __init__(self, data, pieces, args, state=(0, 0)):
         self.data, self.all, self.args = data, pieces, args
         self.pool = concurrent.futures.ThreadPoolExecutor(1)
-        self.epoch, self.row = state
+        self.epoch, self.batch = state
         self.open()
         self.ahead = None
 
     def open(self):
-        order = np.random.default_rng([self.args.seed, self.epoch]).permutation(len(self.all))
-        self.rows = pack([self.all[i] for i in order], self.args.length)
+        draw = np.random.default_rng([self.args.seed, self.epoch])
+        all_of_it = batches([self.all[i] for i in draw.permutation(len(self.all))], self.args)
+        self.batches = [all_of_it[i] for i in draw.permutation(len(all_of_it))]
 
-    def read(self, rows, epoch, row):
-        draw = np.random.default_rng([self.args.seed, 1 + epoch, row])
-        return assemble(self.data, rows, self.args.length, draw, self.args.offset)
+    def read(self, rows, length, epoch, batch):
+        draw = np.random.default_rng([self.args.seed, 1 + epoch, batch])
+        pinned = self.args.device.startswith("cuda")
+        return assemble(self.data, rows, length, draw, self.args.offset, pinned)
 
     def begin(self):
-        rows = self.rows[self.row:self.row + self.args.rows]
-        task = self.pool.submit(self.read, rows, self.epoch, self.row)
-        self.row += self.args.rows
-        if self.row >= len(self.rows):
-            self.epoch, self.row = self.epoch + 1, 0
+        task = self.pool.submit(self.read, *self.batches[self.batch], self.epoch, self.batch)
+        self.batch += 1
+        if self.batch == len(self.batches):
+            self.epoch, self.batch = self.epoch + 1, 0
             self.open()
-        return task, (self.epoch, self.row)
+        return task, (self.epoch, self.batch)
 
     def next(self):
         task, self.state = self.ahead or self.begin()
@@ -292,8 +316,8 @@ def study(head, matrix, batch, shares=None):
     loss, hits, sums = 0.0, [], []
     steps = head.unroll(b["features"], b["ids"], b["position"], b["segment"], b["slots"], STEPS)
     for k, logits in enumerate(steps):
-        at = (b["slots"] + 1 + k).clamp(max=b["ids"].shape[1] - 1)
-        p, best, alive = dm.pick(p_all, at), dm.pick(best_all, at), b["alive"][:, k]
+        at, alive = b["taught"][:, k], b["alive"][:, k]
+        p, best = dm.pick(p_all, at), dm.pick(best_all, at)
         alpha, kl = dm.overlap(logits, p)
         if shares is not None:
             learnt = alive & inside[best]
@@ -345,9 +369,8 @@ def figures(sums, tokens=0, verifies=0):
 def examine(head, matrix, data, pieces, args):
     """The figures of held-out pieces where they are (no offsets)."""
     sums, tokens, verifies = torch.zeros(STEPS, 6), 0, 0
-    rows = pack(pieces, args.length)
-    for i in range(0, len(rows), args.rows):
-        batch = assemble(data, rows[i:i + args.rows], args.length, np.random.default_rng(0), 0)
+    for rows, length in batches(pieces, args):
+        batch = assemble(data, rows, length, np.random.default_rng(0), 0)
         with torch.no_grad():
             _, s, hits = study(head, matrix, batch)
         sums += s.cpu()
@@ -413,13 +436,14 @@ def new_head(args, data, samples, embedding):
         sys.exit(f"{args.data}: features of layers {data.aux}, but the head reads {list(head.c.aux)}")
     if data.hidden != head.c.hidden:
         sys.exit(f"{args.data}: features of width {data.hidden}, but the target's is {head.c.hidden}")
-    head.quantised = args.qat
+    head.c.theta = args.theta or head.c.theta
+    head.quantised, head.c.window = args.qat, -(-max(args.long, 512) // 64) * 64
     return head
 
 
 # What a run that goes on must have in common with its beginning.
-SAME = ("data", "target", "init", "qat", "loss", "offset", "length", "rows", "lr", "seed", "held", "asked", "minutes",
-        "draft_vocab", "ffn", "precision", "content")
+SAME = ("data", "target", "init", "qat", "loss", "offset", "length", "long", "rows", "theta", "lr", "seed", "held",
+        "asked", "minutes", "draft_vocab", "ffn", "precision", "content")
 
 
 def save(path, head, adam, course, step, feed, args, seconds, seen, total):
@@ -491,6 +515,7 @@ def batch_size(data, args):
         args.length = min(2048, max(256, -(-longest // 64) * 64))
     if not args.rows:
         args.rows = min(8, max(1, sum(e - b for _, b, e in data.samples) // (16 * args.length)))
+    args.long = max(args.long, args.length)
 
 
 class Patience:
@@ -549,7 +574,7 @@ def train(args):
         every = min(every, max(8, len(data.samples) // 16))
     held = [s for i, s in enumerate(data.samples) if i % every == every - 1][:256]
     samples = [s for i, s in enumerate(data.samples) if i % every != every - 1 or i // every >= 256]
-    pieces, tests = data.pieces(samples, args.length), data.pieces(held, args.length)
+    pieces, tests = data.pieces(samples, args.long), data.pieces(held, args.long)
     if not pieces or not tests:
         sys.exit(f"{args.data}: {len(data.samples)} samples are too few, or have no tokens under loss")
     path, table = (os.path.join(args.out, x) for x in ("checkpoint.safetensors", "train.csv"))
@@ -565,8 +590,9 @@ def train(args):
     print(f"{parameters / 1e6:.1f} M parameters; {len(samples)} samples, {sum(e - b for _, b, e in samples)} tokens; "
           f"{len(held)} held out; the target's own answer agrees in "
           f"{100 * agreement(data, held, matrix, args.device):.2f} % of the tokens under loss", flush=True)
-    batches = -(-len(pack(pieces, args.length)) // args.rows)
-    print(f"{args.rows} rows of {args.length} tokens a batch, {batches} batches an epoch", flush=True)
+    epoch = batches(pieces, args)
+    print(f"{args.rows} rows of {args.length} tokens a batch, {len(epoch)} batches an epoch, "
+          f"{sum(length > args.length for _, length in epoch)} of them long rows", flush=True)
     course, step, spent, seen, total = Course(args.loss), 0, 0.0, 0, torch.zeros(STEPS, 6)
     if ck:
         course.alpha, step, spent, seen = ck["alpha"], ck["step"], ck["seconds"], ck["seen"]
@@ -675,7 +701,7 @@ def evaluate_command(args):
     data.check(args.data, matrix)
     batch_size(data, args)
     head = dm.load(args.head, target_matrix(args.target, "model.embed_tokens.weight"), args.device, args.dtype)
-    out = examine(head, matrix, data, data.pieces(data.samples, args.length), args)
+    out = examine(head, matrix, data, data.pieces(data.samples, args.long), args)
     out["agreement"] = agreement(data, data.samples, matrix, args.device)
     print(json.dumps({n: round(float(x), 5) for n, x in out.items()}, indent=1))
 
@@ -704,6 +730,8 @@ def main(words=None):
         c.add_argument("--data", required=True, help="folder of `sala dump-features`")
         c.add_argument("--length", type=within(int, 16, 1 << 24),
                        help="tokens of a row; longer samples are cut (the longest, up to 2048)")
+        c.add_argument("--long", type=within(int, 0, 1 << 24), default=0,
+                       help="tokens of the rows for samples that are longer than that (default: they are cut)")
         c.add_argument("--rows", type=within(int, 1, 1 << 16),
                        help="rows of a batch (8; of a small set less); memory: rows x length^2")
         c.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -724,6 +752,8 @@ def main(words=None):
     t.add_argument("--ffn", type=within(int, 0, 1 << 20), default=0, help="width of its MLP (default: the target's)")
     t.add_argument("--offset", type=within(int, 0, 1 << 30), default=524288,
                    help="positions are trained up to here; 0: no offsets")
+    t.add_argument("--theta", type=within(float, 1, 1e12),
+                   help="of its rotation; keys are found over about as many tokens (10000, or that of --init)")
     t.add_argument("--init", help="begin with this head, whose vocabulary is kept")
     t.add_argument("--qat", action="store_true", help="weights as NVFP4 has them, and the head as NVFP4")
     t.add_argument("--held", type=within(float, 1e-6, 0.5), default=HELD,

@@ -4,7 +4,9 @@
 # an H200; on two cores name fewer SAMPLES and STEPS (docs/training.md).
 #
 #   sh tools/tiny/draft.sh            results: build/draft/, and $OUT/{draft.tar,draft-table.md,draft.log}
+#   INIT=DIR sh tools/tiny/draft.sh   goes on with that head (BF16), with long texts beside the short ones
 #
+# LONG_TEXTS: how many. LONG: tokens of a row for them. THETA: what the head's rotation is changed to.
 # MODEL, DEVICE (auto, cpu, cuda), PYTHON: what to use. SECONDS_ALL: of the whole (470; the trainings take what the rest
 # leaves), or STEPS, QAT_STEPS. SAMPLES, EACH: prompts to train with, and of a class to measure with. LAYERS: what the
 # head reads. VOCAB: tokens that it knows. SEED: of data and training. The results are always those that are there by
@@ -12,7 +14,7 @@
 set -eu
 cd "$(dirname "$0")/../.." || exit 2
 model=${MODEL:-models/sala-tiny} device=${DEVICE:-auto} python=${PYTHON:-python3} seed=${SEED:-1}
-total=${SECONDS_ALL:-470} work=build/draft
+total=${SECONDS_ALL:-470} work=build/draft init=${INIT:-}
 out=${OUT:-$work}
 mkdir -p "$work" "$out"
 log="$out/draft.log"
@@ -27,18 +29,37 @@ left() { echo $((total - ($(date +%s) - began))); }
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 
 say "prompts"
+fresh=$seed
+[ -z "$init" ] || fresh=$((seed + 1)) # others than those that the head has seen
 [ -x ./sala ] || make sala >>"$log" 2>&1 &
 builder=$!
 [ -s "$work/prompts.jsonl" ] ||
-    "$python" tools/tiny/draft_data.py train "${SAMPLES:-24000}" "$seed" >"$work/prompts.jsonl"
+    "$python" tools/tiny/draft_data.py train "${SAMPLES:-24000}" "$fresh" >"$work/prompts.jsonl"
+[ -z "$init" ] || [ -s "$work/long-0.jsonl" ] ||
+    "$python" tools/tiny/draft_data.py long "${LONG_TEXTS:-400}" "$fresh" |
+    awk -v to="$work/long-" '{ print >(to NR % 3 ".jsonl") }'
 [ -s "$work/bench.jsonl" ] || "$python" tools/tiny/draft_data.py bench "${EACH:-24}" "$seed" >"$work/bench.jsonl"
 wait $builder || { tail -n 3 "$log"; exit 1; }
 
 say "features of the model's own answers" # cut short, whole shards are as good
-timeout -k 10 -s INT "${DUMP_SECONDS:-90}" ./sala dump-features -q -m "$model" --device "$device" --context 8K \
-    --layers "${LAYERS:-1,6,7}" --data "$work/prompts.jsonl" --out "$work/features" --regenerate --answer-tokens 200 \
-    --parallel "${PARALLEL:-128}" --json >>"$log" 2>&1 ||
-    [ -e "$work/features/features-00000.safetensors" ] || { tail -n 3 "$log"; exit 1; }
+dump() { # NAME CONTEXT PARALLEL
+    timeout -k 10 -s INT "${DUMP_SECONDS:-90}" ./sala dump-features -q -m "$model" --device "$device" --context "$2" \
+        --layers "${LAYERS:-1,6,7}" --data "$work/$1.jsonl" --out "$work/dump-$1" --regenerate --answer-tokens 200 \
+        --parallel "$3" --json >>"$log" 2>&1 || true
+    for shard in "$PWD/$work/dump-$1"/features-*.safetensors; do
+        [ ! -e "$shard" ] || ln -sf "$shard" "$work/features/features-$1-${shard##*-}"
+    done
+}
+mkdir -p "$work/features"
+dumps=
+[ -z "$init" ] || for i in 0 1 2; do # one after the other: a long prompt is read faster while nothing is written
+    dump long-$i 24K 1 &
+    dumps="$dumps $!"
+done
+dump prompts 8K "${PARALLEL:-128}"
+# shellcheck disable=SC2086 # several
+[ -z "$dumps" ] || wait $dumps
+[ -n "$(ls "$work/features")" ] || { tail -n 3 "$log"; exit 1; }
 say "$(find "$work/features" -name '*.safetensors' | wc -l) shards"
 
 train() { # NAME RATE SECONDS STEPS OPTIONS...: its log is NAME.log
@@ -68,19 +89,27 @@ results() { # whatever there is by now
         [ ! -s "$work/$name.json" ] || set -- "$@" "$name=$work/$name.json"
     done
     [ $# -eq 0 ] || "$python" tools/tiny/draft_table.py --log "$work/bf16.log" "$@" >"$out/draft-table.md" || true
-    (cd "$work" && find . -name config.json -o -name 'train.*' -o -name '*.log' -o -name '*.json' -o -name '*.jsonl' \
-        ! -name prompts.jsonl -o -path '*/head/model.safetensors' | tar cf draft.new -T -)
+    (cd "$work" && find . -name config.json -o -name 'train.*' -o -name '*.log' -o -name '*.json' -o -name bench.jsonl \
+        -o -path '*/head/model.safetensors' | tar cf draft.new -T -)
     mv "$work/draft.new" "$out/draft.tar"
 }
 
 vocab="--draft-vocab ${VOCAB:-1024}"
 # Behind the long trainings, which run beside each other: NVFP4 (a quarter of them), and 35 s to measure it.
 long=$((($(left) - 55) * 4 / 5)) # two starts of PyTorch
-say "training with and without offsets, $long s"
-# shellcheck disable=SC2086
-(train plain 2e-3 "$long" "${STEPS:-}" --offset 0 $vocab || true; trained plain && measure plain || true) &
-# shellcheck disable=SC2086
-train bf16 2e-3 "$long" "${STEPS:-}" --offset 32768 $vocab || true
+rows=
+if [ -n "$init" ]; then
+    long=$((($(left) - 55) * 7 / 10)) rows="--long ${LONG:-20480}"
+    say "training with long rows, from $init, $long s"
+    # shellcheck disable=SC2086
+    train bf16 "${RATE:-1e-3}" "$long" "${STEPS:-}" --offset 32768 --init "$init" --theta "${THETA:-1e6}" $rows || true
+else
+    say "training with and without offsets, $long s"
+    # shellcheck disable=SC2086
+    (train plain 2e-3 "$long" "${STEPS:-}" --offset 0 $vocab || true; trained plain && measure plain || true) &
+    # shellcheck disable=SC2086
+    train bf16 2e-3 "$long" "${STEPS:-}" --offset 32768 $vocab || true
+fi
 trained bf16 || exit 1
 results
 (
@@ -89,7 +118,8 @@ results
 ) &
 measure bf16 &
 say "training in NVFP4"
-train qat 7e-4 $(($(left) - 45)) "${QAT_STEPS:-}" --offset 32768 --init "$work/bf16/head" --qat || true
+# shellcheck disable=SC2086
+train qat "${QAT_RATE:-7e-4}" $(($(left) - 45)) "${QAT_STEPS:-}" --offset 32768 --init "$work/bf16/head" --qat $rows || true
 results
 trained qat && measure qat
 wait

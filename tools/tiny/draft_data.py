@@ -2,6 +2,7 @@
 answer them), and those that tau is measured with, from other seeds. Same arguments, same prompts.
 
     python3 tools/tiny/draft_data.py train NUMBER [SEED] >prompts.jsonl
+    python3 tools/tiny/draft_data.py long NUMBER [SEED] >long.jsonl    questions about texts of up to 16,000 tokens
     python3 tools/tiny/draft_data.py bench EACH [SEED] >bench.jsonl     for `sala bench --spec all --prompts`"""
 import json
 import random
@@ -19,6 +20,15 @@ def asked(text):
 
 def retrieval(r, room):
     return gen.task(r, gen.pick(r, ("needle", "needle_word", "qa")), room, True).turns[0][0]
+
+
+def long_talk(r):
+    """Up to six questions about one text of 1,000 to 16,000 tokens; the model answers each before the next."""
+    turns, least = [("", "", "")], 1000 * 12 ** r.random() * gen.CPT
+    while len(turns[0][0]) < least:
+        turns = gen.task(r, gen.pick(r, ("needle", "needle_word", "qa")), 16000).turns[:6]
+    talk = [m for question, answer, _ in turns for m in (("user", question), ("assistant", answer))]
+    return {"messages": [dict(role=role, content=text) for role, text in talk[:-1]]}
 
 
 def sample(r):
@@ -52,13 +62,14 @@ def bench(each, seed):
 
 
 def main():
-    if len(sys.argv) not in (3, 4) or sys.argv[1] not in ("train", "bench"):
+    kinds, words = {"train": sample, "long": long_talk, "bench": None}, sys.argv[2:]
+    if len(words) not in (1, 2) or sys.argv[1] not in kinds or not all(a.isdigit() for a in words):
         sys.exit(__doc__)
-    if not all(a.isdigit() for a in sys.argv[2:]):
-        sys.exit(__doc__)
-    number, seed = int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) == 4 else 0
+    number, seed, make = int(words[0]), int(words[1]) if len(words) == 2 else 0, kinds[sys.argv[1]]
     r = random.Random(gen.EVAL_SEED // 2 + 1000000 * (seed + 1))  # neither the model's training nor its calibration
-    for line in bench(number, seed) if sys.argv[1] == "bench" else (sample(r) for _ in range(number)):
+    if make is long_talk:
+        r.seed(gen.EVAL_SEED // 2 + 1000000 * (seed + 1) + 500000)
+    for line in (make(r) for _ in range(number)) if make else bench(number, seed):
         print(json.dumps(line, ensure_ascii=False))
 
 

@@ -52,9 +52,9 @@ def main():
     words, agreed = sys.argv[1:], None
     if words[:1] == ["--log"]:
         agreed, words = agreement(words[1]), words[2:]
-    heads = {name: taus(path) for name, path in (a.split("=", 1) for a in words)}
-    if not heads:
+    if not words or not all("=" in a for a in words):
         sys.exit(__doc__)
+    heads = {name: taus(path) for name, path in (a.split("=", 1) for a in words)}
     classes = list(dict.fromkeys(c for h in heads.values() for c in h))
     print("| | " + " | ".join(heads) + " | right by depth, % (" + next(iter(heads)) + ") |")
     print("|---" * (len(heads) + 2) + "|")
@@ -66,4 +66,9 @@ def main():
     verdicts(heads, agreed)
 
 
-main()
+try:
+    main()
+except (OSError, ValueError) as e:
+    sys.exit(f"draft_table.py: {e}")
+except (KeyError, TypeError) as e:
+    sys.exit(f"draft_table.py: a report is not of `sala bench --spec all --json`: {e}")

@@ -247,4 +247,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, RuntimeError, ValueError) as e:
+        sys.exit(f"finish.py: {e}")

@@ -340,4 +340,7 @@ class Trainer:
 
 
 if __name__ == "__main__":
-    Trainer(arguments()).run()
+    try:
+        Trainer(arguments()).run()
+    except OSError as e:
+        sys.exit(f"train.py: {e}")
