@@ -648,7 +648,8 @@ t_compare_models() {
 t_bench_gemm() {
     exits 0 bench -q --gemm --json --no-roofline --repeat 1 && is_json "$work/out" &&
         prints '"product": "gate up, SwiGLU", "format": "BF16", "n": 1536, "k": 256, "layers": 8, "bytes": 786432, .*"rows": 512' &&
-        prints '"product": "head", "format": "BF16", "n": 2048'
+        prints '"product": "head", "format": "BF16", "n": 2048' &&
+        prints '"layers": \[' && prints '"rows": 512, "form": "verify", "bytes": [0-9]*, "us": '
 }
 
 # ---- drafts ----

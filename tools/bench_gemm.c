@@ -4,7 +4,8 @@
     o and down with the norm behind them, the head; and each distinct matrix by itself. Every form that the model's
     weights allow is timed: verify (decoding, W4A16), prefill (BF16, or 4 bits unpacked to BF16), and W4A4. Launches
     of a graph go round the layers, so that weights come from memory and not from a cache: their bytes are shown, and
-    a note where they are less than four times the L2 cache. */
+    a note where they are less than four times the L2 cache. Beside the sum of a pass's products stands, on a GPU, what
+    they take as one graph, each reading what the one before it wrote: the linear layers alone. */
 
 enum {
     BENCH_GEMM_ROWS = 512,
@@ -35,6 +36,13 @@ typedef struct bench_entry { // a measurement
     double blas;           // OpenBLAS's seconds, or 0
 } bench_entry;
 
+typedef struct bench_total { // all linear layers of a pass, without the head
+    const char *form;        // NULL: a layer of another format has no such form
+    double seconds, one;     // the sum of its products; that with one row of x
+    double bytes, flops, least;
+    double together; // seconds of one graph of them, or 0
+} bench_total;
+
 typedef struct bench_gemms {
     bench *b;
     sala *s;
@@ -42,10 +50,12 @@ typedef struct bench_gemms {
     int product_count, json, counting; // counting: layers are being seen for the first time
     bench_entry entries[BENCH_ENTRIES];
     int entry_count;
+    bench_total totals[sizeof bench_gemm_rows / sizeof *bench_gemm_rows][BENCH_FORMS];
     double read, mma[BENCH_FORMS]; // bytes and operations a second; 0: not known
     int64_t l2;                    // bytes, 0: not known
     int most_k;
     sala_act *x, *y, *scratch, *residual; // [512, most k], [512, most n], [512, ffn], [512, hidden]
+    sala_act *normed;                     // [512, hidden]
     float *partial;
     int32_t *arrivals;
     sala_quant qx; // [512, most k]
@@ -194,12 +204,13 @@ static int bench_gemm_memory(bench_gemms *g, sala_error *err) {
     g->y = (sala_act *)bench_take(g, y, err);
     g->scratch = (sala_act *)bench_take(g, rows * (size_t)(m->ffn + m->hidden) * act, err);
     g->residual = (sala_act *)bench_take(g, rows * hidden * act, err);
+    g->normed = (sala_act *)bench_take(g, rows * hidden * act, err);
     g->partial = (float *)bench_take(g, splits * rows * hidden * 4, err);
     g->arrivals = (int32_t *)bench_take(g, 64, err);
     g->qx.codes = (uint8_t *)bench_take(g, rows * k / 2, err);
     g->qx.scales = (uint8_t *)bench_take(g, rows * k / 16, err);
-    if (!g->x || !g->y || !g->scratch || !g->residual || !g->partial || !g->arrivals ||
-        !g->qx.codes || !g->qx.scales)
+    if (!g->x || !g->y || !g->scratch || !g->residual || !g->normed || !g->partial ||
+        !g->arrivals || !g->qx.codes || !g->qx.scales)
         return SALA_E_MEMORY;
     bench_gemm_noise(g, g->x, BENCH_GEMM_ROWS, g->most_k, 1);
     return 0;
@@ -207,7 +218,8 @@ static int bench_gemm_memory(bench_gemms *g, sala_error *err) {
 
 /* ---- one product ---- */
 
-static sala_norm_args bench_norm_args(bench_gemms *g, const bench_product *p, int rows) {
+static sala_norm_args bench_norm_args(bench_gemms *g, const bench_product *p, int rows,
+                                      sala_act *y) {
     sala_norm_args a;
     memset(&a, 0, sizeof a);
     a.rows = rows;
@@ -217,12 +229,13 @@ static sala_norm_args bench_norm_args(bench_gemms *g, const bench_product *p, in
     a.branch = g->scratch;
     a.weight = p->norm;
     a.x = g->residual;
-    a.y = g->y;
+    a.y = y;
     a.divisor = 1;
     return a;
 }
 
-static void bench_launch(bench_gemms *g, const bench_product *p, int copy, int rows, int form) {
+static void bench_launch(bench_gemms *g, const bench_product *p, int copy, int rows, int form,
+                         const sala_act *x, sala_act *y) {
     sala_quant qx = g->qx;
     qx.scale = p->w[copy][0].input_scale;
     if (form != BENCH_W4A4) memset(&qx, 0, sizeof qx);
@@ -230,9 +243,9 @@ static void bench_launch(bench_gemms *g, const bench_product *p, int copy, int r
     if (p->kind == SALA_PRODUCT_NORM) {
         sala_gemm_norm_args a;
         memset(&a, 0, sizeof a);
-        a.input = g->x;
+        a.input = x;
         a.w = p->w[copy][0];
-        a.norm = bench_norm_args(g, p, rows);
+        a.norm = bench_norm_args(g, p, rows, y);
         a.partial = g->partial;
         a.arrivals = g->arrivals;
         a.qx = qx;
@@ -241,23 +254,23 @@ static void bench_launch(bench_gemms *g, const bench_product *p, int copy, int r
         sala_gemm_swiglu_args a;
         memset(&a, 0, sizeof a);
         a.rows = rows;
-        a.x = g->x;
+        a.x = x;
         a.gate = p->w[copy][0];
         a.up = p->up[copy];
-        a.y = g->y;
+        a.y = y;
         a.scratch = g->scratch;
         a.qx = qx;
         sala__op(g->s, SALA__OP_gemm_swiglu, &a);
     } else {
         sala_gemm_args a;
-        sala_act *y = g->y;
+        sala_act *to = y;
         memset(&a, 0, sizeof a);
         a.rows = rows;
         a.count = p->count;
-        a.x = g->x;
-        for (int i = 0; i < p->count; i++, y += (size_t)rows * (size_t)a.w[i - 1].n)
-            a.w[i] = p->w[copy][i], a.y[i] = y;
-        if (p->logits) a.y_f32 = (float *)(void *)g->y, a.y[0] = NULL;
+        a.x = x;
+        for (int i = 0; i < p->count; i++, to += (size_t)rows * (size_t)a.w[i - 1].n)
+            a.w[i] = p->w[copy][i], a.y[i] = to;
+        if (p->logits) a.y_f32 = (float *)(void *)y, a.y[0] = NULL;
         a.qx = qx;
         sala__op(g->s, SALA__OP_gemm, &a);
     }
@@ -280,28 +293,72 @@ static int bench_has_form(bench_gemms *g, const bench_product *p, int form) {
         if (p->w[0][i].format != SALA_NVFP4 || !(p->w[0][i].input_scale > 0)) return 0;
     if (!g->s->on_gpu) return 1;
     if (form == BENCH_W4A4 && !g->s->gpu.kernels[SALA__KERNEL_prefill_fp4].function) return 0;
-    bench_launch(g, p, 0, 1, form);
+    bench_launch(g, p, 0, 1, form, g->x, g->y);
     if (error->code != SALA_E_STATE) return !error->code;
     memset(error, 0, sizeof *error);
     return 0;
+}
+
+// Seconds of a graph, which is then gone; the best of some that take `least` seconds each.
+static double bench_time_graph(bench_gemms *g, sala__cu_exec exec, double least) {
+    double best = 1e30;
+    if (!exec) return best;
+    double once = bench_graph_seconds(g->s, exec, 1);
+    int count = once > 0 && once < least ? (int)(least / once) + 1 : 1;
+    for (int i = 0; i < 3 + (int)g->b->repeat; i++)
+        best = fmin(best, bench_graph_seconds(g->s, exec, count));
+    sala__cuda_graph_free(&g->s->gpu.cuda, exec);
+    return best;
 }
 
 // Seconds of one launch of many in a graph, each with other weights.
 static double bench_time_gpu(bench_gemms *g, const bench_product *p, int rows, int form) {
     sala__gpu *gpu = &g->s->gpu;
     sala__cu_exec exec = NULL;
-    double best = 1e30;
     int launches = (24 + p->copies - 1) / p->copies * p->copies;
-    if (sala__cuda_capture_begin(&gpu->cuda, &gpu->error) < 0) return best;
-    for (int i = 0; i < launches; i++) bench_launch(g, p, i % p->copies, rows, form);
+    if (sala__cuda_capture_begin(&gpu->cuda, &gpu->error) < 0) return 1e30;
+    for (int i = 0; i < launches; i++) bench_launch(g, p, i % p->copies, rows, form, g->x, g->y);
     sala__cuda_capture_end(&gpu->cuda, &exec, &gpu->error);
-    if (!exec) return best;
-    double once = bench_graph_seconds(g->s, exec, 1);
-    int count = once > 0 && once < 5e-3 ? (int)(5e-3 / once) + 1 : 1;
-    for (int i = 0; i < 3 + (int)g->b->repeat; i++)
-        best = fmin(best, bench_graph_seconds(g->s, exec, count) / launches);
-    sala__cuda_graph_free(&gpu->cuda, exec);
-    return best;
+    gpu->due.norm.rows = 0; // the norm of the last one is left out as those of the others are
+    return bench_time_graph(g, exec, 5e-3) / launches;
+}
+
+// The product of n rows of weights that begin with these; 0: there is no place for it in the tables.
+static int bench_launch_of(bench_gemms *g, int kind, const sala_weight *w, int n, int rows,
+                           int form, const sala_act *x, sala_act *y) {
+    for (int i = 0; i < g->product_count; i++) {
+        const bench_product *p = &g->products[i];
+        if (p->kind != kind || !p->layers || p->n != n) continue;
+        for (int c = 0; c < p->copies; c++)
+            if (p->w[c][0].data == w->data) {
+                bench_launch(g, p, c, rows, form, x, y);
+                return 1;
+            }
+    }
+    return 0;
+}
+
+// Seconds of all linear layers of a pass as one graph, or 0.
+static double bench_time_layers(bench_gemms *g, int rows, int form) {
+    sala__gpu *gpu = &g->s->gpu;
+    sala__cu_exec exec = NULL;
+    sala_act *normed = g->normed, *y = g->y;
+    int all = 1;
+    if (sala__cuda_capture_begin(&gpu->cuda, &gpu->error) < 0) return 0;
+    for (int i = 0; i < g->s->config.dims.layers && all; i++) {
+        const sala__layer *w = &g->s->gpu_weights.layers[i];
+        int mixer = w->q.n + w->k.n + w->v.n + (w->gate.data ? w->gate.n : 0);
+        int up = w->mlp_gate.n + w->mlp_up.n;
+        all = bench_launch_of(g, SALA_PRODUCT_PLAIN, &w->q, mixer, rows, form, normed, y) &&
+              bench_launch_of(g, SALA_PRODUCT_NORM, &w->o, w->o.n, rows, form, y, normed) &&
+              bench_launch_of(g, SALA_PRODUCT_SWIGLU, &w->mlp_gate, up, rows, form, normed, y) &&
+              bench_launch_of(g, SALA_PRODUCT_NORM, &w->mlp_down, w->mlp_down.n, rows, form, y,
+                              normed);
+    }
+    sala__take_due(gpu, NULL, NULL, 0, NULL);
+    sala__cuda_capture_end(&gpu->cuda, &exec, &gpu->error);
+    double seconds = exec ? bench_time_graph(g, exec, 2e-2) : 0;
+    return all ? seconds : 0;
 }
 
 static double bench_time_cpu(bench_gemms *g, const bench_product *p, int rows, int form) {
@@ -311,7 +368,7 @@ static double bench_time_cpu(bench_gemms *g, const bench_product *p, int rows, i
         if (g->b->roofline) // empty the caches
             roofline_read(g->b->buffer, g->b->buffer_bytes, g->s->options.threads, 1);
         double start = cli_now();
-        bench_launch(g, p, i % p->copies, rows, form);
+        bench_launch(g, p, i % p->copies, rows, form, g->x, g->y);
         best = fmin(best, cli_now() - start);
     }
     return best;
@@ -440,6 +497,15 @@ static void bench_gemm_json(const bench_gemms *g) {
                e->seconds * 1e6, (double)p->bytes / e->seconds * 1e-9,
                2.0 * e->rows * p->n * (double)p->k / e->seconds * 1e-9, e->share, e->blas * 1e6);
     }
+    printf("], \"layers\": [");
+    for (size_t j = 0, some = 0; j < sizeof g->totals / sizeof g->totals[0][0]; j++) {
+        const bench_total *t = &g->totals[j / BENCH_FORMS][j % BENCH_FORMS];
+        if (!t->form) continue;
+        printf("%s\n{\"rows\": %d, \"form\": \"%s\", \"bytes\": %.0f, ", some++ ? "," : "",
+               bench_gemm_rows[j / BENCH_FORMS], t->form, t->bytes);
+        printf("\"us\": %.3f, \"roofline\": %.4f, \"in_a_row_us\": %.3f}", t->seconds * 1e6,
+               t->least / t->seconds, t->together * 1e6);
+    }
     printf("]}\n");
 }
 
@@ -480,33 +546,48 @@ static void bench_entry_print(const bench_entry *e) {
 }
 
 // What the layers of a pass take in all, launch after launch, the head left out.
-static void bench_gemm_totals(const bench_gemms *g) {
-    printf("\nall linear layers of a pass, without the head\n%6s %-8s %10s %9s %9s %9s %9s\n", "M",
-           "form", "us", "GB/s", "GFLOP/s", "roofline", "of M = 1");
-    for (size_t r = 0; r < sizeof bench_gemm_rows / sizeof *bench_gemm_rows; r++) {
-        for (int form = 0; form < BENCH_FORMS; form++) {
-            double seconds = 0, bytes = 0, flops = 0, least = 0, one = 0;
-            const bench_entry *one_of = NULL; // for its name
-            int wanted = 0, got = 0;
-            for (int i = 0; i < g->product_count; i++) wanted += g->products[i].layers;
-            for (int j = 0; j < g->entry_count; j++) {
-                const bench_entry *e = &g->entries[j];
-                const bench_product *p = e->product;
-                double layers = p->layers;
-                if (e->form == form && e->rows == 1) one += layers * e->seconds;
-                if (e->form != form || e->rows != bench_gemm_rows[r]) continue;
-                seconds += layers * e->seconds;
-                bytes += layers * (double)p->bytes;
-                flops += layers * 2.0 * e->rows * p->n * (double)p->k;
-                least += layers * e->seconds * e->share;
-                got += p->layers;
-                if (p->layers) one_of = e;
-            }
-            if (!one_of || got < wanted) continue; // a layer of another format has no such form
-            printf("%6d %-8s %10.1f %9.1f %9.0f %7.1f %% %8.2fx\n", bench_gemm_rows[r],
-                   bench_form(one_of), seconds * 1e6, bytes / seconds * 1e-9,
-                   flops / seconds * 1e-9, 100 * least / seconds, seconds / one);
-        }
+static void bench_gemm_total(bench_gemms *g, int rows, int form, bench_total *t) {
+    int wanted = 0, got = 0;
+    memset(t, 0, sizeof *t);
+    for (int i = 0; i < g->product_count; i++) wanted += g->products[i].layers;
+    for (int j = 0; j < g->entry_count; j++) {
+        const bench_entry *e = &g->entries[j];
+        const bench_product *p = e->product;
+        double layers = p->layers;
+        if (e->form == form && e->rows == 1) t->one += layers * e->seconds;
+        if (e->form != form || e->rows != rows || !p->layers) continue;
+        t->seconds += layers * e->seconds;
+        t->bytes += layers * (double)p->bytes;
+        t->flops += layers * 2.0 * e->rows * p->n * (double)p->k;
+        t->least += layers * e->seconds * e->share;
+        got += p->layers;
+        t->form = bench_form(e);
+    }
+    if (got < wanted) t->form = NULL;
+    if (t->form && g->s->on_gpu) t->together = bench_time_layers(g, rows, form);
+}
+
+static int bench_gemm_totals(bench_gemms *g) {
+    for (size_t r = 0; r < sizeof bench_gemm_rows / sizeof *bench_gemm_rows; r++)
+        for (int form = 0; form < BENCH_FORMS; form++)
+            bench_gemm_total(g, bench_gemm_rows[r], form, &g->totals[r][form]);
+    return g->s->gpu.error.code ? cli_fail(CLI_FAILED, "%s", g->s->gpu.error.text) : CLI_OK;
+}
+
+static void bench_totals_print(const bench_gemms *g) {
+    printf("\nall linear layers of a pass, without the head\n%6s %-8s %10s %9s %9s %9s %9s%s\n",
+           "M", "form", "us", "GB/s", "GFLOP/s", "roofline", "of M = 1",
+           g->s->on_gpu ? "  in a row, us      GB/s  roofline" : "");
+    for (size_t i = 0; i < sizeof g->totals / sizeof g->totals[0][0]; i++) {
+        const bench_total *t = &g->totals[i / BENCH_FORMS][i % BENCH_FORMS];
+        if (!t->form) continue;
+        printf("%6d %-8s %10.1f %9.1f %9.0f %7.1f %% %8.2fx", bench_gemm_rows[i / BENCH_FORMS],
+               t->form, t->seconds * 1e6, t->bytes / t->seconds * 1e-9,
+               t->flops / t->seconds * 1e-9, 100 * t->least / t->seconds, t->seconds / t->one);
+        if (t->together > 0)
+            printf(" %13.1f %9.1f %7.1f %%", t->together * 1e6, t->bytes / t->together * 1e-9,
+                   100 * t->least / t->together);
+        printf("\n");
     }
 }
 
@@ -558,8 +639,9 @@ static int bench_gemm_run(bench_gemms *g) { // inside cuda_enter
         if (g->json) cli_progress_since("products", (double)(i + 1) / g->product_count, start);
     }
     cli_progress_clear();
+    if (code == CLI_OK) code = bench_gemm_totals(g);
     if (code == CLI_OK && g->json) bench_gemm_json(g);
-    if (code == CLI_OK && !g->json) bench_gemm_totals(g);
+    if (code == CLI_OK && !g->json) bench_totals_print(g);
     return code ? code : cli_flush();
 }
 
