@@ -85,7 +85,7 @@
    - Zero means default in every options field, so start from zeroed memory.
    -------------------------------------------------------------------------------------------- */
 
-#define SALA_VERSION "0.7.0"
+#define SALA_VERSION "0.8.0"
 #define SALA_VERSION_NUMBER 700 // major * 10000 + minor * 100 + patch
 
 #ifdef SALA_STATIC
@@ -14595,6 +14595,7 @@ SALA_API int64_t sala_load(sala *s, const char *path, sala_session *session, sal
 
 /*
     HISTORY
+      0.8.0  a draft head's own window (sala_window), kernels for 17 to 64 rows with four bits
       0.7.0  loads sessions by threads (file version 2), sala_history, kernels for one or two rows
       0.6.0  sessions on disk, prefix reuse, features for the training of draft heads
       0.5.0  speculation: n-gram chains, EAGLE-3 heads, verify of trees
