@@ -446,7 +446,7 @@ typedef struct sala_info {
     int64_t kv_bytes_per_token, state_bytes_per_sequence;
     int64_t decode_bytes; // read for one token of one short sequence: linear layers, head, state
     char spec[256];     // "auto: n-gram chains and EAGLE-3 trees of 7,2,15 ...": what runs, and why
-    char draft[160];    // "437 M parameters, NVFP4, layers 1 15 28", or ""
+    char draft[160];    // "437 M parameters, NVFP4, layers 1 15 28, window 32768", or ""
     int64_t node_bytes; // verify scratch of one row: k, v of all layers, compressed
     const char *reuse;  // "off", "prefix" or "history"
     int snapshots;      // of prefixes, at most

@@ -18,6 +18,6 @@ check tools/quantize.c 1400
 check tools/gptq.h 450
 check tools/dump.c 880
 check tools/bench_soar.c 490
-check tools/train_draft.py 786
+check tools/train_draft.py 791
 check tools/draft_model.py 400
 exit $status

@@ -90,7 +90,10 @@ static void tree_plain(tree_shower *t) {
 static const char *tree_why_none(const tree_shower *t) {
     if (strncmp(t->info.spec, "off", 3) == 0) return "off";
     if (t->e->paused) return "stopped for now: such drafts have not paid";
-    return t->tokens + 2 >= t->most ? "the last token" : "nothing like it before";
+    if (t->tokens + 2 >= t->most) return "the last token";
+    return t->info.draft[0] && strncmp(t->info.spec, "auto", 4) == 0
+               ? "nothing like it before; trees are not tried yet, or do not pay"
+               : "nothing like it before";
 }
 
 static void tree_heading(const tree_shower *t, int right) {

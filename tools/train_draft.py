@@ -433,11 +433,12 @@ def new_head(args, data, samples, embedding):
         head = dm.Head(c, embedding, torch.from_numpy(ids), args.device, args.dtype)
         head.init(args.seed)
     if data.aux and data.aux != list(head.c.aux):
-        sys.exit(f"{args.data}: features of layers {data.aux}, but the head reads {list(head.c.aux)}")
+        sys.exit(f"{args.data}: features of layers {data.aux}, but the head reads {list(head.c.aux)}: dump them with "
+                 f"--layers {','.join(map(str, head.c.aux))}")
     if data.hidden != head.c.hidden:
         sys.exit(f"{args.data}: features of width {data.hidden}, but the target's is {head.c.hidden}")
     head.c.theta = args.theta or head.c.theta
-    head.quantised, head.c.window = args.qat, -(-max(args.long, 512) // 64) * 64
+    head.quantised, head.c.window = args.qat, max(head.c.window, -(-max(args.long, 512) // 64) * 64)
     return head
 
 
@@ -592,7 +593,11 @@ def train(args):
           f"{100 * agreement(data, held, matrix, args.device):.2f} % of the tokens under loss", flush=True)
     epoch = batches(pieces, args)
     print(f"{args.rows} rows of {args.length} tokens a batch, {len(epoch)} batches an epoch, "
-          f"{sum(length > args.length for _, length in epoch)} of them long rows", flush=True)
+          f"{sum(length > args.length for _, length in epoch)} of long rows; sala_window {head.c.window}", flush=True)
+    cut = sum(end - begin > args.long for _, begin, end in samples)
+    if cut:
+        print(f"warning: {cut} samples are longer than the longest rows, {args.long} tokens, and are cut: their "
+              "answers may not see what they are about (--long)", flush=True)
     course, step, spent, seen, total = Course(args.loss), 0, 0.0, 0, torch.zeros(STEPS, 6)
     if ck:
         course.alpha, step, spent, seen = ck["alpha"], ck["step"], ck["seconds"], ck["seen"]
