@@ -7828,6 +7828,7 @@ static int sala__cuda_open_device(sala__cuda *c, int ordinal, sala_error *err) {
     c->api.cuDeviceGetAttribute(&c->major, SALA__CU_DEVICE_MAJOR, c->device);
     c->api.cuDeviceGetAttribute(&c->minor, SALA__CU_DEVICE_MINOR, c->device);
     c->api.cuDeviceGetAttribute(&c->shared, SALA__CU_DEVICE_SHARED, c->device);
+    if (c->shared < SALA_GEMM4_SHARED) c->shared = SALA_GEMM4_SHARED; // all devices have that
     // Blackwell's desktop chips have their FP4 instructions only under the name with an "a".
     snprintf(c->architecture, sizeof c->architecture, "sm_%d%d%s", c->major, c->minor,
              sala__cuda_has_fp4(c) ? "a" : "");

@@ -368,7 +368,16 @@ static int bench_spec(bench *b, int json) {
             spec_print(&x->runs[i]);
     }
     if (json && x->run_count) printf("]\n");
-    if (b->goals && code == CLI_OK) spec_verdicts(x);
+    int untimed = 0;
+    for (int i = 0; i < x->run_count; i++) untimed += x->runs[i].steps == 0;
+    if (untimed)
+        fprintf(
+            stderr,
+            "sala: warning: %d of %d rows have no time, since each of their steps read a prompt or "
+            "came before the policy had decided: take more --gen-tokens\n",
+            untimed, x->run_count);
+    if (b->goals && code == CLI_OK && !untimed) spec_verdicts(x);
+    if (b->goals && untimed) x->missed++;
     if (x->missed) code = CLI_FAILED;
     for (int i = 0; i < x->prompt_count; i++) {
         free(x->prompts[i].tokens);

@@ -420,8 +420,9 @@ static const cli_option cli_engine[] = {
     {0, "draft-window", "N",
      "tokens that it sees at most (default: as it was trained, else 32768)"},
     {0, "reuse", "KIND",
-     "what a prompt may begin with: prefix (of an earlier prompt; default but for run, logits and "
-     "bench), history (also a kept conversation), off"},
+     "what a prompt may begin with: prefix (of an earlier prompt; default), history (also a kept "
+     "conversation), off (default of bench; run and logits, which have one prompt, take only "
+     "that)"},
     {0, "reuse-memory", "BYTES",
      "snapshots of lightning states for it (default: up to 16, as fit)"},
     {0, "template", "chatml", "chat template (default: recognised from the model's files)"},
