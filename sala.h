@@ -86,7 +86,7 @@
    -------------------------------------------------------------------------------------------- */
 
 #define SALA_VERSION "0.8.0"
-#define SALA_VERSION_NUMBER 700 // major * 10000 + minor * 100 + patch
+#define SALA_VERSION_NUMBER 800 // major * 10000 + minor * 100 + patch
 
 #ifdef SALA_STATIC
 #define SALA_API static __attribute__((unused))
