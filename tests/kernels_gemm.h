@@ -625,6 +625,7 @@ static void test_gemm_4bit(int layout) {
     test_gemm_case(9, 192, 4, several, 0);
     test_gemm_case(17, 64, 1, logits, 1);
     test_gemm_case(49, 128, 2, several, 0);
+    test_gemm_case(70, 128, 2, several, 0); // items of 96 rows, whatever a block may have
     test_gemm_case(3, 1600, 1, wide, 1);
     test_gemm_case(12, 1600, 1, logits, 1);
     test_gemm_swiglu_case(7, 64, 192);
