@@ -841,12 +841,6 @@ SALA_DEVICE void sala_team_multiply(int layout, int tiles, int wide, int lane,
     }
 }
 
-// 32 weight rows whose scales lie behind their codes.
-SALA_DEVICE void sala_gemm_multiply(int layout, int wide, int lane, const unsigned char *w,
-                                    const unsigned char *x, float sum[SALA_WIDEST][2][4]) {
-    sala_team_multiply(layout, 2, wide, lane, w, w + 1024, x, 2, sum[0]);
-}
-
 SALA_DEVICE void sala_gemm_stage_of(int layout, int wide, int, int thread, int slot,
                                     float sum[SALA_WIDEST][SALA_TILES][4]) {
     const int tiles = sala_gemm_tiles(wide), parts = 4 / tiles; // of a block of weights
@@ -1699,7 +1693,8 @@ SALA_DEVICE void sala_row_multiply(const sala_product_args *a, bool whole, int s
             SALA_COPY_WAIT(SALA_ROW_STAGES - 1);
             __syncwarp();
             if (i < stages)
-                sala_gemm_multiply(0, 1, lane, w + i * SALA_WEIGHTS, at + i * turn, sum);
+                sala_team_multiply(0, 2, 1, lane, w + i * SALA_WEIGHTS, w + i * SALA_WEIGHTS + 1024,
+                                   at + i * turn, 2, sum[0]);
             __syncwarp();
             sala_row_copy(feed, i);
             if (whole) sala_row_copy_x(a, feed, i);

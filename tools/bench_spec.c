@@ -376,8 +376,10 @@ static int bench_spec(bench *b, int json) {
             "sala: warning: %d of %d rows have no time, since each of their steps read a prompt or "
             "came before the policy had decided: take more --gen-tokens\n",
             untimed, x->run_count);
-    if (b->goals && code == CLI_OK && !untimed) spec_verdicts(x);
-    if (b->goals && untimed) x->missed++;
+    if (b->goals && untimed)
+        x->missed++;
+    else if (b->goals && code == CLI_OK)
+        spec_verdicts(x);
     if (x->missed) code = CLI_FAILED;
     for (int i = 0; i < x->prompt_count; i++) {
         free(x->prompts[i].tokens);

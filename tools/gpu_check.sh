@@ -236,7 +236,7 @@ four() { # what matters most comes first
             skip "marlin-$format" "MARLIN_DIR is not set, or the stage's time is over"
         fi
     done
-    for n in 8 64; do
+    for n in 8 16 32 64; do
         for format in nvfp4 nvfp4-head int4 bf16; do
             timely_nine "decode-$n" 25 "$format" --no-roofline --fill --prompt-tokens 4096 --gen-tokens 200 \
                 --repeat 2 --parallel $n
